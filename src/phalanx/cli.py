@@ -1,0 +1,94 @@
+"""The command line: parse and dispatch, nothing else. Importing this imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from phalanx.errors import PhalanxError
+
+_HELP = """\
+phalanx: data-parallel training with PyTorch, started, joined, watched and explained.
+
+commands:
+  phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
+  phalanx bench launch              measure how fast jobs start, beside torchrun and others
+  phalanx --version
+
+`phalanx run --help` lists the flags. A script needs no change; `import phalanx as px` gives it more.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry of the ``phalanx`` command; exits with the run's code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else "--help"
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "run": _run,
+        "bench": _bench,
+        "--version": _version,
+        "--help": _help,
+        "-h": _help,
+    }
+    if command not in commands:
+        print(f"phalanx: there is no command {command!r}; `phalanx --help` lists them.", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(_say_errors(lambda: commands[command](arguments[1:])))
+
+
+def launch_main() -> None:
+    """Entry of ``python -m phalanx.launch``."""
+    sys.exit(_say_errors(lambda: _launch(sys.argv[1:])))
+
+
+def _say_errors(command: Callable[[], int]) -> int:
+    """A user's mistake is a sentence, not a traceback."""
+    try:
+        return command()
+    except PhalanxError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
+    from phalanx.launch import options
+
+    spec, dry_run = options.parse(arguments, os.environ)
+    return _start(spec, dry_run)
+
+
+def _launch(arguments: list[str]) -> int:
+    from phalanx.launch import options
+
+    spec, dry_run = options.parse_launch(arguments, os.environ)
+    return _start(spec, dry_run)
+
+
+def _start(spec, dry_run: bool) -> int:
+    if dry_run:
+        from phalanx.launch import dryrun
+
+        dryrun.show(spec, os.environ)
+        return 0
+    from phalanx.launch import agent
+
+    return agent.run(spec, os.environ)
+
+
+def _bench(arguments: list[str]) -> int:
+    from phalanx import bench
+
+    return bench.main(arguments)
+
+
+def _version(_: list[str]) -> int:
+    from importlib import metadata
+
+    print(f"phalanx {metadata.version('phalanx')}")
+    return 0
+
+
+def _help(_: list[str]) -> int:
+    print(_HELP, end="")
+    return 0

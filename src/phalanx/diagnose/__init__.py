@@ -1,0 +1,1 @@
+"""EXPLAIN: what happened, read from what the ranks left behind."""

@@ -1,0 +1,50 @@
+"""Pure functions from how the ranks ended to why: the cause, told apart from its victims."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.events import Ending, ErrorRecord
+
+# What a rank says when another one has gone away under it. Such an error is never the cause while any other is known.
+_CONSEQUENCES = re.compile(
+    r"connection (was )?(likely )?closed|closed by peer|connection reset|connection refused|broken pipe"
+    r"|socket (timeout|closed|is closed)|failed to recv|remote process exited|remote server shutdown"
+    r"|timed out waiting|timed out after|wait timeout|watchdog caught collective operation timeout"
+    r"|application timeout caused pair closure",
+    re.IGNORECASE,
+)
+_CONSEQUENCE_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed", "PeerLost")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why an attempt failed."""
+
+    cause: Ending
+    victims: tuple[int, ...]
+    """Ranks that ended because of it, by an error of their own or because they were stopped."""
+    left_early: tuple[int, ...]
+    """Ranks that had ended normally before, when the cause is itself only a lost connection."""
+
+
+def is_consequence(error: ErrorRecord) -> bool:
+    """Whether this error says no more than that another rank went away."""
+    if error.type.rpartition(".")[2] in _CONSEQUENCE_TYPES:
+        return True
+    return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
+
+
+def find_cause(endings: Sequence[Ending]) -> Verdict:
+    """The first failure in time that is not the consequence of another; at least one ending must be a failure."""
+    failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.time)
+    by_themselves = [ending for ending in failures if not ending.asked] or failures
+    causes = [ending for ending in by_themselves if ending.error is None or not is_consequence(ending.error)]
+    cause = (causes or by_themselves)[0]
+    victims = tuple(sorted(ending.rank for ending in failures if ending is not cause))
+    left_early = ()
+    if not causes:
+        left_early = tuple(e.rank for e in endings if not e.failed and e.time <= cause.time)
+    return Verdict(cause, victims, left_early)

@@ -1,0 +1,109 @@
+"""Every environment variable that phalanx reads or writes, in one table.
+
+Three families: torchrun's (a worker finds the same names as under torchrun), the clusters' own (read only), and
+``PHALANX_*`` (ours). An argument beats a variable, a variable beats the default. A test holds this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table: who writes it, who reads it, and what it says."""
+
+    name: str
+    meaning: str
+    written: bool = False
+    read: bool = False
+
+
+_WRITTEN_FOR_WORKERS = {
+    "RANK": "number of this process among all",
+    "LOCAL_RANK": "number of this process on its node",
+    "WORLD_SIZE": "number of processes in all",
+    "LOCAL_WORLD_SIZE": "number of processes on this node",
+    "GROUP_RANK": "number of this node",
+    "GROUP_WORLD_SIZE": "number of nodes",
+    "ROLE_RANK": "number of this process among those of its role",
+    "ROLE_WORLD_SIZE": "number of processes of its role",
+    "ROLE_NAME": "the name given by --role",
+    "MASTER_ADDR": "host of the store",
+    "MASTER_PORT": "port of the store",
+    "TORCHELASTIC_RESTART_COUNT": "number of this attempt, from 0",
+    "TORCHELASTIC_MAX_RESTARTS": "how many restarts are allowed",
+    "TORCHELASTIC_RUN_ID": "name of the run",
+    "TORCHELASTIC_USE_AGENT_STORE": "True: the store is already running, rank 0 must not start one",
+    "OMP_NUM_THREADS": "threads of each process: cores divided by local ranks, unless it was set",
+    "CUDA_VISIBLE_DEVICES": "the cards a process may see; set by --devices and --virtual-local-rank",
+    "GLOO_SOCKET_IFNAME": "the interface gloo listens on: loopback when all ranks are on one machine",
+    "PHALANX_RUN_DIR": "the run directory",
+    "PHALANX_RUN_TOKEN": "marks every process of a run, so that none can be left over",
+    "PHALANX_STORE": "host:port of the run's store",
+}
+
+_READ = {
+    "SLURM_PROCID": "SLURM: rank",
+    "SLURM_NTASKS": "SLURM: world size",
+    "SLURM_LOCALID": "SLURM: local rank",
+    "SLURM_NODEID": "SLURM: node",
+    "SLURM_NNODES": "SLURM: number of nodes",
+    "SLURM_TASKS_PER_NODE": "SLURM: local world sizes, such as 4(x2),2",
+    "SLURM_STEP_TASKS_PER_NODE": "SLURM: the same for the running step",
+    "SLURM_STEP_NODELIST": "SLURM: hosts of the step; the first is the master",
+    "SLURM_JOB_NODELIST": "SLURM: hosts of the allocation",
+    "SLURM_JOB_ID": "SLURM: the job; the master port is derived from it",
+    "SLURM_STEP_ID": "SLURM: the step; absent in a batch script, so that one is not mistaken for a task",
+    "SLURM_JOB_NAME": "SLURM: 'interactive' or 'bash' means a shell, not a task",
+    "OMPI_COMM_WORLD_RANK": "Open MPI: rank",
+    "OMPI_COMM_WORLD_SIZE": "Open MPI: world size",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "Open MPI: local rank",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI: local world size",
+    "OMPI_COMM_WORLD_NODE_RANK": "Open MPI: present when the launcher is Open MPI",
+    "PMI_RANK": "MPICH, Intel MPI: rank",
+    "PMI_SIZE": "MPICH, Intel MPI: world size",
+    "MPI_LOCALRANKID": "MPICH, Intel MPI: local rank",
+    "MPI_LOCALNRANKS": "MPICH, Intel MPI: local world size",
+    "PYTHON_EXEC": "the interpreter for the workers, as torchrun reads it",
+    "NO_COLOR": "no colours on the console",
+}
+
+_BOTH = frozenset(
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR MASTER_PORT "
+    "OMP_NUM_THREADS CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME PHALANX_RUN_DIR PHALANX_STORE "
+    "TORCHELASTIC_USE_AGENT_STORE".split()
+)
+
+TABLE: tuple[Variable, ...] = tuple(
+    [Variable(name, meaning, written=True, read=name in _BOTH) for name, meaning in _WRITTEN_FOR_WORKERS.items()]
+    + [Variable(name, meaning, read=True) for name, meaning in _READ.items()]
+)
+
+PET_PREFIX = "PET_"
+"""``PET_<FLAG>`` gives a flag of ``phalanx run`` its default, as it does for torchrun."""
+
+MAIN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+"""The ones a person looks for first; ``--dry-run`` shows these and what differs between the ranks."""
+
+
+def integer(environ: Mapping[str, str], name: str) -> int | None:
+    """The variable as a whole number, None when it is unset; an error that names it otherwise."""
+    text = environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r} is not a whole number; unset it or give it one.") from None
+
+
+def require_integer(environ: Mapping[str, str], name: str, beside: str) -> int:
+    """Like `integer`, for a variable that must be there because ``beside`` is."""
+    value = integer(environ, name)
+    if value is None:
+        raise UsageError(f"{beside} is set but {name} is not; set both, or neither for a world of one.")
+    return value

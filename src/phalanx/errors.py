@@ -1,0 +1,53 @@
+"""What can go wrong, as one tree.
+
+    PhalanxError                 the base: ``except px.PhalanxError`` catches everything phalanx raises on purpose
+    ├── UsageError               a flag, argument or variable has a wrong value; the message names it
+    ├── LaunchError              the processes could not be started
+    │   └── PortBusy             the port that was asked for belongs to somebody else
+    ├── JoinError                the process group could not be formed
+    │   ├── MasterUnreachable    nobody answers at the master's address
+    │   ├── RanksDisagree        two ranks claim one number, or two world sizes meet
+    │   └── StaleStore           the rendezvous file was left over by an earlier run
+    └── PeerFailed               another rank failed while this one waited for it
+
+Every message says the fact, the value, and the next step, in one or two sentences. A violated invariant of
+phalanx itself is an ``assert``, never one of these.
+"""
+
+from __future__ import annotations
+
+
+class PhalanxError(RuntimeError):
+    """The base of everything phalanx raises on purpose."""
+
+
+class UsageError(PhalanxError, ValueError):
+    """A flag, an argument or an environment variable has a value that cannot work."""
+
+
+class LaunchError(PhalanxError):
+    """The processes of a run could not be started."""
+
+
+class PortBusy(LaunchError):
+    """The port that was asked for is taken; the message names its owner."""
+
+
+class JoinError(PhalanxError):
+    """The process group could not be formed."""
+
+
+class MasterUnreachable(JoinError):
+    """Nobody answers at the master's address."""
+
+
+class RanksDisagree(JoinError):
+    """Two processes claim the same rank, or bring different world sizes."""
+
+
+class StaleStore(JoinError):
+    """The file of a ``file://`` rendezvous was left over by an earlier run."""
+
+
+class PeerFailed(PhalanxError):
+    """Another rank failed while this one was waiting for it."""

@@ -1,0 +1,171 @@
+"""What a run writes about itself: the run directory, its files and their shapes.
+
+    runs/<id>/                 mode 0700: it holds the environment's values and whatever the script printed
+      run.json                 the LaunchSpec, written before anything starts
+      agent.events.jsonl       one line an event of the agent: started, exited, restarting, ended
+      rank-N.log               everything rank N printed, and the traceback it died with
+      error-N.json             an ErrorRecord, written by rank N itself when its script raises
+      report.json              how the run ended: cause, victims, exit codes
+
+The files are the only interface between a run and what reports on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import LaunchError
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One line of a traceback."""
+
+    file: str
+    line: int
+    function: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorRecord:
+    """The exception that ended a rank's script, as the rank itself saw it."""
+
+    rank: int
+    pid: int
+    time: float
+    """Seconds since the epoch when the exception left the script."""
+    type: str
+    """Qualified name of the exception's class, without ``builtins.``"""
+    message: str
+    frames: tuple[Frame, ...]
+    """Outermost first; only the script's side of the call stack."""
+    traceback: str
+    exit_code: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How one rank of one attempt ended."""
+
+    rank: int
+    pid: int
+    time: float
+    """When it failed or ended, seconds since the epoch: the exception's time if there was one."""
+    exit_code: int | None = None
+    signal: int | None = None
+    asked: bool = False
+    """The agent had told it to stop before it ended."""
+    error: ErrorRecord | None = None
+    tail: tuple[str, ...] = ()
+    """The last lines it printed."""
+    crash: tuple[Frame, ...] = ()
+    """Where Python stood when native code crashed, innermost first, if the rank could still tell."""
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None or self.signal is not None or bool(self.exit_code)
+
+    @property
+    def status(self) -> int:
+        """As a shell would give it: 128 + signal, or the exit code."""
+        if self.signal is not None:
+            return 128 + self.signal
+        if self.error is not None:
+            return self.error.exit_code or 1
+        return self.exit_code or 0
+
+
+def new_run_directory(base: Path, run_id: str) -> Path:
+    """Makes ``base/run_id`` for this user alone; ``base/latest`` points at it."""
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        ignore = base / ".gitignore"
+        if not any(base.iterdir()):
+            ignore.write_text("*\n")
+        directory = base / run_id
+        directory.mkdir(mode=0o700)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the run directory {base / run_id}: {error.strerror}. Give another place with --log-dir."
+        ) from None
+    _point_latest(base, directory)
+    return directory.absolute()
+
+
+def _point_latest(base: Path, directory: Path) -> None:
+    aside = base / f".latest-{os.getpid()}"
+    try:
+        aside.symlink_to(directory.name)
+        aside.replace(base / "latest")
+    except OSError:  # a file system without links: the directory is printed anyway
+        aside.unlink(missing_ok=True)
+
+
+def new_run_id() -> str:
+    """A name that sorts by time and is not given twice: date, time and the agent's pid."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all: written aside, then renamed."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        try:
+            json.dump(content, file, indent=2, default=str)
+            file.write("\n")
+            file.close()
+            Path(file.name).replace(path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def error_path(run_directory: Path, rank: int) -> Path:
+    return run_directory / f"error-{rank}.json"
+
+
+def log_path(run_directory: Path, rank: int) -> Path:
+    return run_directory / f"rank-{rank}.log"
+
+
+def write_error(run_directory: Path, record: ErrorRecord) -> None:
+    write_json(error_path(run_directory, record.rank), dataclasses.asdict(record))
+
+
+def read_error(run_directory: Path, rank: int) -> ErrorRecord | None:
+    """The rank's own account of its failure, None when it left none."""
+    try:
+        fields = json.loads(error_path(run_directory, rank).read_text())
+    except FileNotFoundError:
+        return None
+    return error_from_fields(fields)
+
+
+def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:
+    """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
+    return ErrorRecord(**{**fields, "frames": tuple(Frame(**frame) for frame in fields["frames"])})
+
+
+class EventLog:
+    """Appends events as JSON lines. Each line is one write, so a reader never sees half of one."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def write(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
+        os.write(self._fd, line.encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

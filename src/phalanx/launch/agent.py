@@ -1,0 +1,395 @@
+"""The agent: one on each node, without torch. It starts the workers, watches them, stops them, restarts them.
+
+Everything is an event on a file descriptor: a worker's output, its report, its end, a signal. The loop sleeps until
+one comes or a deadline passes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from phalanx import events, ports
+from phalanx.diagnose import report
+from phalanx.diagnose.findings import Verdict, find_cause, is_consequence
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.console import Console
+from phalanx.launch.devices import usable_cores
+from phalanx.launch.logs import Pump
+from phalanx.launch.member import Member, new_member
+from phalanx.launch.nursery import Event, Exited, Nursery, Started
+from phalanx.launch.spec import LaunchSpec, WorkerSpec, placements, worker_environment
+from phalanx.launch.stopping import Stopping
+
+_TICK = 0.5
+
+
+def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
+    """Starts a run on this machine and stays until its end; returns the exit code. What cannot work is an error at once."""
+    check_program(spec)
+    if spec.nnodes[1] > 1:
+        raise UsageError(
+            f"--nnodes {spec.nnodes[1]}: several machines are not supported yet; "
+            "--dry-run shows the ranks they would have."
+        )
+    listener = ports.listen(ports.LOOPBACK, spec.master_port)
+    run_id = events.new_run_id()
+    directory = events.new_run_directory(Path(spec.log_dir), run_id)
+    return Agent(spec, environ, listener, directory).run()
+
+
+class Agent:
+    """One run on this node, from its run directory to its exit code. Use it once."""
+
+    def __init__(self, spec: LaunchSpec, environ: Mapping[str, str], listener: socket.socket, directory: Path) -> None:
+        self._spec = spec
+        self._listener = listener
+        self._directory = directory
+        self._run_id = directory.name
+        self._log = events.EventLog(directory / "agent.events.jsonl")
+        self._console = Console()
+        self._selector = selectors.DefaultSelector()
+        self._members: dict[int, Member] = {}
+        self._stopping: Stopping | None = None
+        self._suspicion: float | None = None
+        """Until when to wait for the cause, after a rank that merely lost its connection."""
+        self._signals: list[int] = []
+        self._signalled: int | None = None
+        """The first signal that told the agent to stop."""
+        self._resumable: list[Pump] = []
+        self._host = socket.gethostname()
+        self._started = time.time()
+        self._environ = dict(environ)
+        self._said_exec = False
+        self._wake_reader, self._wake_writer = socket.socketpair()
+
+    def drained(self) -> None:
+        """The console has written the agent's own lines; nothing waits for that."""
+
+    def run(self) -> int:
+        """From the first process to the last; returns the exit code."""
+        spec = self._spec
+        self._announce()
+        restore = self._take_signals()
+        try:
+            self._nursery = Nursery(
+                self._environ,
+                start_method="exec" if spec.program.kind == "command" else spec.start_method,
+                preload=spec.preload,
+                script_directory=script_directory(spec),
+                listener=self._listener,
+            )
+            address = self._listener.getsockname()[:2]
+            self._listener.close()
+            try:
+                return self._run_attempts(address)
+            finally:
+                self._nursery.close()
+        except _Interrupted:
+            assert self._signalled is not None
+            return 128 + self._signalled
+        except LaunchError as error:
+            self._say([f"{error}"])
+            self._log.write("ended", exit_code=1, error=str(error))
+            return 1
+        finally:
+            restore()
+            self._close()
+
+    def _announce(self) -> None:
+        spec = self._spec
+        count = spec.nproc_per_node
+        words = f"{count} ranks"
+        if count > 1 and "OMP_NUM_THREADS" not in self._environ:
+            cores = usable_cores()
+            threads = max(1, cores // count)
+            self._environ["OMP_NUM_THREADS"] = str(threads)
+            words += f", OMP_NUM_THREADS={threads} for each (cores {cores}, divided by ranks)"
+        self._environ["PHALANX_RUN_DIR"] = str(self._directory)
+        if count > 1:
+            self._say([f"{words}; logs in {report.shorten_path(str(self._directory))}"])
+        content = {
+            "run_id": self._run_id,
+            "host": self._host,
+            "started": self._started,
+            "command": sys.argv,
+            "directory": str(Path.cwd()),
+            "executable": sys.executable,
+            "prefix": sys.prefix,
+            "spec": dataclasses.asdict(spec),
+        }
+        events.write_json(self._directory / "run.json", content)
+
+    # ---- attempts
+
+    def _run_attempts(self, address: tuple[str, int]) -> int:
+        most = self._spec.max_restarts + 1
+        for attempt in range(most):
+            self._nursery.fresh_store(wait=attempt > 0)
+            endings = self._run_attempt(attempt, address)
+            if self._signalled is not None:
+                return self._end(128 + self._signalled, endings, None, attempt)
+            if not any(ending.failed for ending in endings):
+                return self._end(0, endings, None, attempt)
+            verdict = find_cause(endings)
+            if attempt + 1 == most:
+                return self._end(verdict.cause.status, endings, verdict, attempt)
+            self._log.write("restarting", attempt=attempt + 1, cause=report.headline(verdict.cause))
+            self._say([f"{report.one_line(verdict.cause)}; starting again, attempt {attempt + 2} of {most}"])
+        raise AssertionError("the last attempt returns")
+
+    def _run_attempt(self, attempt: int, address: tuple[str, int]) -> list[events.Ending]:
+        self._stopping = self._suspicion = None
+        for place in placements([self._spec.nproc_per_node]):
+            events.error_path(self._directory, place.rank).unlink(missing_ok=True)
+            member = new_member(
+                self._spec, place, self._directory, attempt, self._console, self._resume, lambda text: self._say([text])
+            )
+            self._members[place.rank] = member
+            environment = worker_environment(self._environ, self._spec, place, address, attempt, self._run_id)
+            worker = WorkerSpec(
+                place.rank, place.local_rank, self._spec.program, environment, start_method=self._spec.start_method
+            )
+            self._start(member, worker)
+        self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
+        try:
+            self._loop_until(lambda: all(member.exited for member in self._members.values()))
+        finally:
+            self._selector.unregister(self._nursery)
+        for event in self._nursery.sweep():  # whatever the workers started and left behind
+            self._handle(event)
+        # Nobody can write to the pipes any more, so each of them ends.
+        self._loop_until(lambda: not self._streams())
+        endings = [member.ending() for member in self._members.values()]
+        for member in self._members.values():
+            if member.error is not None:
+                events.write_error(self._directory, member.error)
+            member.close()
+        self._members.clear()
+        return endings
+
+    def _start(self, member: Member, worker: WorkerSpec) -> None:
+        stdin = _standard_input()
+        try:
+            self._nursery.start(worker, [stdin, *(pump.writer for pump in member.pumps), member.report_writer])
+        finally:
+            os.close(stdin)
+            member.close_writers()
+        for pump in member.pumps:
+            self._selector.register(pump, selectors.EVENT_READ, lambda pump=pump: self._pump(pump))
+        self._selector.register(
+            member.report_reader, selectors.EVENT_READ, lambda member=member: self._hear_report(member)
+        )
+
+    # ---- the loop
+
+    def _loop_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            self._obey_signals()
+            self._resume_pumps()
+            now = time.monotonic()
+            if self._suspicion is not None and now >= self._suspicion and self._stopping is None:
+                self._stop(signal.SIGTERM)
+            if self._stopping is not None:
+                self._send_due(now)
+            for member in self._members.values():
+                for pump in member.pumps:
+                    pump.tick(now)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        deadlines = [now + _TICK]
+        if self._stopping is not None and self._stopping.next_step is not None:
+            deadlines.append(self._stopping.next_step)
+        if self._suspicion is not None and self._stopping is None:
+            deadlines.append(self._suspicion)
+        return max(0.0, min(deadlines) - now)
+
+    def _streams(self) -> list[Pump]:
+        """The pipes that have not ended."""
+        return [pump for member in self._members.values() for pump in member.pumps if not pump.ended]
+
+    def _pump(self, pump: Pump) -> None:
+        if not pump.read() or pump.paused:
+            self._selector.unregister(pump)
+
+    def _resume(self, pump: Pump) -> None:
+        """Called on the console's thread: this pump may be read again."""
+        self._resumable.append(pump)
+        self._wake_writer.send(b"\0")
+
+    def _resume_pumps(self) -> None:
+        while self._resumable:
+            pump = self._resumable.pop()
+            if not pump.ended and pump.fileno() not in self._selector.get_map():
+                self._selector.register(pump, selectors.EVENT_READ, lambda pump=pump: self._pump(pump))
+
+    def _hear_nursery(self) -> None:
+        event = self._nursery.next_event()
+        if event is not None:
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        member = self._members[event.rank]
+        if isinstance(event, Started):
+            member.pid = event.pid
+            self._log.write("started", rank=event.rank, pid=event.pid, exec=event.why_exec)
+            self._explain_exec(event.why_exec)
+            return
+        self._log.write("exited", **dataclasses.asdict(event))
+        self._selector.unregister(member.report_reader)
+        member.read_report()
+        member.has_exited(event)
+        self._consider(member)
+
+    def _explain_exec(self, why: str | None) -> None:
+        if why and self._spec.start_method == "auto" and self._spec.program.kind != "command" and not self._said_exec:
+            self._said_exec = True
+            self._say([f"each rank imports torch by itself, because {why}"])
+
+    def _hear_report(self, member: Member) -> None:
+        if member.read_report():
+            self._consider(member)
+
+    def _consider(self, member: Member) -> None:
+        """A rank has failed, or ended: must the others stop?"""
+        if self._stopping is not None:
+            return
+        if member.error is not None and is_consequence(member.error):
+            # It lost a peer. The peer is the one to hear: it may be busy with its clean-up before it can speak.
+            if self._suspicion is None:
+                self._suspicion = time.monotonic() + self._spec.shutdown_timeout
+        elif member.error is not None or (member.exited and (member.exited.signal or member.exited.exit_code)):
+            self._stop(signal.SIGTERM)
+
+    # ---- stopping
+
+    def _stop(self, first: int, *, at_once: bool = False) -> None:
+        self._stopping = Stopping.plan(first, 0.0 if at_once else self._spec.shutdown_timeout)
+        self._log.write("stopping", signal=signal.Signals(first).name, at_once=at_once)
+        self._send_due(time.monotonic())
+
+    def _send_due(self, now: float) -> None:
+        assert self._stopping is not None
+        for number in self._stopping.due(now):
+            for member in self._members.values():
+                # One that has told its error is on its way out; let it finish its clean-up until the last moment.
+                if member.pid is None or member.exited or (member.error and number != signal.SIGKILL):
+                    continue
+                if member.asked_at is None:
+                    member.asked_at = time.time()
+                self._nursery.signal(member.pid, number)
+
+    def _take_signals(self) -> Callable[[], None]:
+        """Signals become events of the loop. Returns what puts the old handlers back."""
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        numbers = [getattr(signal, name) for name in self._spec.signals]
+        before = {number: signal.signal(number, lambda got, _: self._signals.append(got)) for number in numbers}
+        wakeup = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda: self._wake_reader.recv(4096))
+
+        def restore() -> None:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _obey_signals(self) -> None:
+        while self._signals:
+            number = self._signals.pop(0)
+            again = self._signalled is not None
+            if not again:
+                self._signalled = number
+                name = signal.Signals(number).name
+                hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
+                self._say([f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"])
+            if not any(member.pid for member in self._members.values()):
+                self._nursery.kill()  # nothing of the user's has started yet
+                raise _Interrupted
+            self._stop(number, at_once=again)
+
+    # ---- the end
+
+    def _end(
+        self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int
+    ) -> int:
+        content = {
+            "exit_code": exit_code,
+            "attempts": attempt + 1,
+            "seconds": round(time.time() - self._started, 3),
+            "cause": dataclasses.asdict(verdict.cause) if verdict else None,
+            "victims": verdict.victims if verdict else (),
+            "ranks": [dataclasses.asdict(ending) for ending in endings],
+        }
+        events.write_json(self._directory / "report.json", content)
+        self._log.write("ended", exit_code=exit_code)
+        if verdict is not None:
+            block = report.failure_block(
+                verdict,
+                world_size=len(endings),
+                host=self._host,
+                started=self._started,
+                log=events.log_path(self._directory, verdict.cause.rank),
+                attempts=attempt + 1,
+            )
+            self._say(block)
+        return exit_code
+
+    def _say(self, lines: list[str]) -> None:
+        text = "phalanx: " + "\n".join(lines) + "\n"
+        self._console.put(self, self._console.err, text.encode(errors="replace"))
+
+    def _close(self) -> None:
+        for member in self._members.values():
+            member.close()
+        self._console.close(timeout=None if self._signalled is None else 2.0)
+        self._log.close()
+        self._selector.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+
+class _Interrupted(Exception):
+    """A signal came before any worker had started."""
+
+
+def check_program(spec: LaunchSpec) -> None:
+    """What would fail on every rank is said once, before anything starts."""
+    program = spec.program
+    if program.kind in ("script", "path") and not Path(program.target).exists():
+        raise UsageError(f"the script {program.target} does not exist (looked in {Path.cwd()}).")
+    if program.kind == "path" and not Path(program.target).is_absolute():
+        raise UsageError(f"--run-path needs an absolute path, but got {program.target}.")
+    if program.kind == "command":
+        import shutil
+
+        if shutil.which(program.target) is None:
+            raise UsageError(f"the program {program.target} is not on PATH or not executable.")
+
+
+def script_directory(spec: LaunchSpec) -> str | None:
+    """What will stand first on the workers' sys.path."""
+    if spec.program.kind == "module":
+        return str(Path.cwd())
+    if spec.program.kind == "script":
+        target = Path(spec.program.target).resolve()
+        return str(target if target.is_dir() else target.parent)
+    return None
+
+
+def _standard_input() -> int:
+    try:
+        return os.dup(0)
+    except OSError:  # the agent was started with standard input closed
+        return os.open(os.devnull, os.O_RDONLY)

@@ -1,0 +1,82 @@
+"""Messages with open files, between two processes of one machine.
+
+A message is one JSON object; the descriptors that travel with it arrive as new descriptors of the receiver.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HEADER = struct.Struct("=II")  # length of the JSON text, number of descriptors
+_MOST_DESCRIPTORS = 250  # the kernel takes 253 in one message
+
+
+class Channel:
+    """One end of a socket pair."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+
+    @staticmethod
+    def pair() -> tuple[Channel, Channel]:
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Channel(left), Channel(right)
+
+    @staticmethod
+    def from_fd(fd: int) -> Channel:
+        return Channel(socket.socket(fileno=fd))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Raises OSError (usually BrokenPipeError) when the other side is gone."""
+        assert len(fds) <= _MOST_DESCRIPTORS, f"{len(fds)} descriptors in one message"
+        text = json.dumps(message).encode()
+        header = _HEADER.pack(len(text), len(fds))
+        if fds:
+            socket.send_fds(self._socket, [header], list(fds))
+        else:
+            self._socket.sendall(header)
+        self._socket.sendall(text)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """The next message, or None when the other side is gone, even in the middle of one."""
+        header = b""
+        fds: list[int] = []
+        try:
+            while len(header) < _HEADER.size:
+                part, new_fds, _, _ = socket.recv_fds(
+                    self._socket, _HEADER.size - len(header), _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+                fds += new_fds
+                if not part:
+                    return None
+                header += part
+            length, expected = _HEADER.unpack(header)
+            text = self._receive_exactly(length)
+        except ConnectionResetError:
+            return None
+        if text is None:
+            return None
+        assert len(fds) == expected, f"{expected} descriptors were sent, {len(fds)} arrived"
+        return json.loads(text), fds
+
+    def _receive_exactly(self, length: int) -> bytes | None:
+        parts = bytearray()
+        while len(parts) < length:
+            part = self._socket.recv(min(length - len(parts), 1 << 20))
+            if not part:
+                return None
+            parts += part
+        return bytes(parts)
+
+    def set_timeout(self, seconds: float | None) -> None:
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,73 @@
+"""Cores and cards of this machine, counted without torch.
+
+Importing torch to count cards would cost the launcher a second and could initialise CUDA before a fork.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx.errors import UsageError
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
+    """Cores this process may use: its affinity, and the container's quota if that is smaller."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cgroup_limit.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
+
+
+def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """The CUDA cards a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
+    numbers = sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
+    return tuple(str(index) for index in range(len(numbers)))
+
+
+def choose_cards(asked: str, environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """``--devices 0,3``: numbers within what is visible, so that it composes with a scheduler's choice."""
+    try:
+        indices = [int(part) for part in asked.split(",")]
+    except ValueError:
+        raise UsageError(f"--devices {asked!r} is not a list of numbers; give them like 0,3.") from None
+    if len(set(indices)) != len(indices):
+        raise UsageError(f"--devices {asked} names a card twice; give each once.")
+    visible = visible_cards(environ, dev)
+    if not visible:
+        if min(indices) < 0:
+            raise UsageError(f"--devices {asked} has a negative number; cards count from 0.")
+        return tuple(str(index) for index in indices)
+    for index in indices:
+        if not 0 <= index < len(visible):
+            raise UsageError(
+                f"--devices {asked} asks for card {index}, but {len(visible)} card(s) are visible "
+                f"({','.join(visible)}); count from 0 to {len(visible) - 1}."
+            )
+    return tuple(visible[index] for index in indices)
+
+
+def process_count(asked: str, cards: tuple[str, ...]) -> int:
+    """``--nproc-per-node``: a number, or cpu, gpu, auto."""
+    if asked == "cpu":
+        return usable_cores()
+    if asked == "gpu":
+        if not cards:
+            raise UsageError("--nproc-per-node gpu, but no CUDA card is visible here; give a number, or cpu.")
+        return len(cards)
+    if asked == "auto":
+        return len(cards) or usable_cores()
+    try:
+        return int(asked)
+    except ValueError:
+        raise UsageError(f"--nproc-per-node {asked!r} is unknown; give a number, auto, cpu or gpu.") from None

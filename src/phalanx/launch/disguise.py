@@ -1,0 +1,171 @@
+"""What makes a forked worker look, to its script, like a fresh interpreter.
+
+The zygote has imported torch; a fresh interpreter has not. So the child hides what the zygote imported and reveals
+each package, already loaded, when the script imports it. That moment is also when a package would have read its
+environment variables, so settings that the script made before the import are applied then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from phalanx.launch.devices import usable_cores
+
+_OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+
+# Read once, when a library is loaded, with no way to set them later. A script that sets one before its
+# `import torch` is heard only in an interpreter of its own.
+_ONLY_AT_LOAD = ("MKL_", "KMP_", "ATEN_", "GOMP_", "OMP_", "MALLOC_", "LD_PRELOAD", "TORCH_CPP_LOG_LEVEL")
+_APPLIED = ("OMP_NUM_THREADS",)
+
+
+@dataclass
+class Disguise:
+    """What a fresh interpreter looks like, noted before the zygote imports anything."""
+
+    path: list[str]
+    modules: frozenset[str]
+    environment: dict[str, str]
+    roots: frozenset[str] = frozenset()
+    """Top-level names of everything imported since, the standard library's included."""
+    hidden: dict[str, dict[str, ModuleType]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_this_interpreter() -> Disguise:
+        return Disguise(list(sys.path), frozenset(sys.modules), dict(os.environ))
+
+    @contextlib.contextmanager
+    def script_directory_visible(self, directory: str | None) -> Iterator[None]:
+        """For --preload: the user's own modules lie beside the script."""
+        if directory is not None:
+            sys.path.insert(0, directory)
+        try:
+            yield
+        finally:
+            if directory is not None:
+                sys.path.remove(directory)
+
+    def note_imports(self) -> None:
+        self.roots = frozenset(name.partition(".")[0] for name in sys.modules if name not in self.modules) - {"phalanx"}
+
+    def shadowed_by(self, directory: str | None) -> str | None:
+        """A module beside the script that a fresh interpreter would have imported in place of one loaded here."""
+        if directory is None:
+            return None
+        try:
+            entries = os.listdir(directory)  # noqa: PTH208
+        except OSError:
+            return None
+        for entry in entries:
+            name, _, extension = entry.partition(".")
+            importable = extension == "py" or (not extension and Path(directory, entry, "__init__.py").exists())
+            if importable and name in self.roots and not _comes_from(sys.modules.get(name), directory):
+                return f"{Path(directory, entry)} has the name of a module that torch imports"
+        return None
+
+    def put_on(self) -> None:
+        """In the child: hide what was imported, and draw new random states."""
+        torch = sys.modules["torch"]
+        torch.default_generator.seed()
+        random = sys.modules.get("numpy.random")
+        if random is not None:
+            random.seed()
+        import multiprocessing
+
+        multiprocessing.current_process().authkey = os.urandom(32)
+        for name in list(sys.modules):
+            root = name.partition(".")[0]
+            if root in self.roots and root not in sys.stdlib_module_names and name not in self.modules:
+                self.hidden.setdefault(root, {})[name] = sys.modules.pop(name)
+        sys.path[:] = self.path
+        importlib.invalidate_caches()
+        sys.meta_path.insert(0, _Revealer(self))
+
+    def apply_settings(self, root: str) -> None:
+        """What a package would have read from the environment at its import."""
+        if root == "numpy":
+            _set_openblas_threads(_openblas_threads(os.environ))
+        if root != "torch":
+            return
+        import torch
+
+        changed = {
+            name
+            for name in {*self.environment, *os.environ}
+            if self.environment.get(name) != os.environ.get(name)
+        }
+        if "OMP_NUM_THREADS" in changed and os.environ.get("OMP_NUM_THREADS", "").isdigit():
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if "TORCH_DISTRIBUTED_DEBUG" in changed:
+            torch.distributed.set_debug_level_from_env()
+        if {"TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT"} & changed:
+            importlib.import_module("torch._logging._internal")._init_logs()
+        late = sorted(name for name in changed if name.startswith(_ONLY_AT_LOAD) and name not in _APPLIED)
+        if late:
+            print(
+                f"phalanx: the script set {', '.join(late)} after torch was loaded, so it has no effect; "
+                "set it in the shell, or start with --start-method exec.",
+                file=sys.stderr,
+            )
+
+
+def _comes_from(module: ModuleType | None, directory: str) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(directory).resolve() in Path(file).resolve().parents
+
+
+class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds hidden packages; loading one puts it back, with all of its submodules."""
+
+    def __init__(self, disguise: Disguise) -> None:
+        self._disguise = disguise
+        self._specs: dict[str, Any] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._disguise.hidden:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = self._disguise.hidden[spec.name][spec.name]
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        root = module.__name__
+        module.__spec__ = self._specs.pop(root)
+        sys.modules.update(self._disguise.hidden.pop(root))
+        if not self._disguise.hidden and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._disguise.apply_settings(root)
+
+
+def _openblas_threads(environ: Any) -> int:
+    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
+        if environ.get(name, "").isdigit() and int(environ[name]) > 0:
+            return int(environ[name])
+    return usable_cores()
+
+
+def _set_openblas_threads(count: int) -> None:
+    """numpy's OpenBLAS was loaded with one thread, because a thread pool does not survive a fork."""
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
+    for library in libraries:
+        loaded = ctypes.CDLL(library)
+        for setter in _OPENBLAS_SETTERS:
+            if hasattr(loaded, setter):
+                getattr(loaded, setter)(count)
+                break

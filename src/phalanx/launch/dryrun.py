@@ -1,0 +1,88 @@
+"""``--dry-run``: the table of every process, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+
+from phalanx.env import MAIN_VARIABLES
+from phalanx.launch import devices
+from phalanx.launch.spec import LaunchSpec, Placement, placements, worker_environment
+
+
+def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
+    """Prints the table, and what all ranks have in common below it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    everyone = placements([spec.nproc_per_node] * spec.nnodes[1])
+    cards = spec.devices if spec.devices is not None else devices.visible_cards(environ)
+    environments = [_environment(spec, place, environ) for place in everyone]
+    common = {
+        name: values.pop()
+        for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+        if len(values := {environment.get(name, "") for environment in environments}) == 1 and values != {""}
+    }
+    table = Table(box=SIMPLE_HEAD, title=_title(spec, len(everyone)), title_justify="left")
+    for column in ("node", "rank", "local rank", "device"):
+        table.add_column(column, justify="right")
+    table.add_column("environment of its own", overflow="fold")
+    for place, environment in zip(everyone, environments, strict=True):
+        own = [f"{name}={environment[name]}" for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES") if name in environment and name not in common]
+        table.add_row(str(place.node), str(place.rank), str(place.local_rank), device_of(place, cards, spec), " ".join(own))
+    # A table in a file or a pipe is for a program or a search: no folding to an imagined screen.
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(table)
+    console.print("all:      ", " ".join(f"{name}={value}" for name, value in common.items()), soft_wrap=True)
+    console.print("runs:     ", command_of(spec), soft_wrap=True)
+    console.print("with:     ", interpreter(), soft_wrap=True)
+
+
+def _title(spec: LaunchSpec, world_size: int) -> str:
+    nodes = spec.nnodes[1]
+    text = f"{nodes} node{'s' * (nodes > 1)} × {spec.nproc_per_node} processes = {world_size} ranks"
+    if spec.nnodes[0] != nodes:
+        text += f" (with all of {spec.nnodes[0]} to {nodes} nodes)"
+    return text
+
+
+def _environment(spec: LaunchSpec, place: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+    base = dict(environ)
+    if spec.nproc_per_node > 1:
+        base.setdefault("OMP_NUM_THREADS", str(max(1, devices.usable_cores() // spec.nproc_per_node)))
+    address = spec.master_addr if place.nnodes > 1 else "127.0.0.1"
+    environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id)
+    if not spec.master_port:
+        environment["MASTER_PORT"] = "(a free one)"
+    return environment
+
+
+def device_of(place: Placement, cards: tuple[str, ...], spec: LaunchSpec) -> str:
+    """The device a rank would take: local_rank counts within the visible cards, and begins again after the last."""
+    if not cards:
+        return "cpu"
+    return "cuda:0" if spec.virtual_local_rank else f"cuda:{place.local_rank % len(cards)}"
+
+
+def command_of(spec: LaunchSpec) -> str:
+    program = spec.program
+    injected = [f"{program.inject_local_rank}=<local rank>"] if program.inject_local_rank else []
+    start = {"command": [], "module": ["python", "-m"]}.get(program.kind, ["python"])
+    return " ".join([*start, program.target, *injected, *program.args])
+
+
+def interpreter() -> str:
+    """Which Python the workers run in: the launcher's own."""
+    kind = ""
+    if os.environ.get("CONDA_PREFIX") and sys.prefix.startswith(os.environ["CONDA_PREFIX"]):
+        kind = f", conda environment {os.environ.get('CONDA_DEFAULT_ENV', sys.prefix)}"
+    elif sys.prefix != sys.base_prefix:
+        kind = f", virtual environment {sys.prefix}"
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = "missing"
+    return f"{sys.executable} (Python {sys.version.split()[0]}, torch {torch}{kind})"

@@ -1,0 +1,88 @@
+"""A function to run on every rank: packing it in the parent, calling it in the worker.
+
+multiprocessing's own conventions are kept: what can be pickled by name is, the main module of a script is imported
+again as ``__mp_main__``, and queues, locks and shared tensors may be passed. A function that has no importable home
+(a notebook's cell, a lambda) travels by value, with cloudpickle.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from multiprocessing import context, forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
+from typing import Any
+
+import cloudpickle
+
+
+class _Parcel:
+    """Stands in for multiprocessing's Popen while pickling: collects the descriptors that objects want to send."""
+
+    method = "forkserver"
+    DupFd = popen_forkserver._DupFd  # type: ignore[attr-defined]
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(fd)
+        return len(self.fds) - 1
+
+
+def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> tuple[bytes, list[int]]:
+    """The function with its arguments as bytes, and the descriptors they refer to."""
+    parcel = _Parcel()
+    main = sys.modules["__main__"]
+    importable_main = getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
+    preparation: dict[str, Any] | None = None
+    if importable_main and "ipykernel" not in sys.modules:
+        preparation = spawn.get_preparation_data("SpawnProcess")
+    # The tracker must run before the children, or each would start its own and unlink what others use.
+    tracker = resource_tracker.getfd()
+    context.set_spawning_popen(parcel)
+    try:
+        body = _dump((function, args), by_value=preparation is None)
+    finally:
+        context.set_spawning_popen(None)
+    head = pickle.dumps({"preparation": preparation, "daemon": daemon, "authkey": bytes(process.current_process().authkey)})
+    return pickle.dumps((head, body)), [tracker, *parcel.fds]
+
+
+def _dump(thing: Any, *, by_value: bool) -> bytes:
+    if not by_value:
+        buffer = io.BytesIO()
+        try:
+            reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(thing)
+            return buffer.getvalue()
+        except (pickle.PicklingError, AttributeError):
+            pass  # a lambda or a local function: no name to find it by
+    buffer = io.BytesIO()
+    pickler = cloudpickle.CloudPickler(buffer)
+    pickler.dispatch_table = reduction.ForkingPickler(io.BytesIO()).dispatch_table  # type: ignore[attr-defined]
+    pickler.dump(thing)
+    return buffer.getvalue()
+
+
+def call(rank: int, fds: list[int]) -> None:
+    """In the worker: unpack and call ``function(rank, *args)``."""
+    parcel, tracker, *inherited = fds
+    forkserver._forkserver._inherited_fds = inherited  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+    os.lseek(parcel, 0, os.SEEK_SET)
+    with os.fdopen(parcel, "rb") as file:
+        head, body = pickle.loads(file.read())
+    settings = pickle.loads(head)
+    this = process.current_process()
+    this.authkey = settings["authkey"]
+    if settings["preparation"] is not None:
+        preparation = {**settings["preparation"], "name": f"SpawnProcess-{rank + 1}", "authkey": settings["authkey"]}
+        spawn.prepare(preparation)
+    this._config["daemon"] = settings["daemon"]  # type: ignore[attr-defined]
+    function, args = pickle.loads(body)
+    try:
+        function(rank, *args)
+    finally:
+        util._exit_function()  # joins queues' feeder threads, as the end of a multiprocessing child does

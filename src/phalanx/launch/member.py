@@ -1,0 +1,143 @@
+"""One rank as the agent sees it: its pipes, what it reported, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+from phalanx import events
+from phalanx.launch.console import Console
+from phalanx.launch.logs import LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.nursery import Exited
+from phalanx.launch.spec import LaunchSpec, Placement
+
+_TAIL_LINES = 5
+_CRASH_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_STREAMS = {1: "stdout.log", 2: "stderr.log"}
+
+
+class Member:
+    """A rank of the running attempt."""
+
+    def __init__(self, place: Placement, pumps: tuple[Pump, Pump], tail: Tail, logs: list[LogFile]) -> None:
+        self.place = place
+        self.pumps = pumps
+        self.pid: int | None = None
+        self.error: events.ErrorRecord | None = None
+        self.exited: Exited | None = None
+        self.asked_at: float | None = None
+        """When the agent told it to stop."""
+        self.report_reader, self.report_writer = os.pipe()
+        os.set_blocking(self.report_reader, False)
+        self._tail = tail
+        self._logs = logs
+        self._report = b""
+        self._exit_time = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more is to be learnt from it: it has ended, or said why it is about to."""
+        return self.exited is not None or self.error is not None
+
+    def read_report(self) -> bool:
+        """Takes in what the rank says about itself; True when it has just told its error."""
+        try:
+            self._report += os.read(self.report_reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        had_error = self.error is not None
+        for line in self._report.split(b"\n")[:-1]:
+            if line.startswith(b'{"error"') and self.error is None:
+                self.error = events.error_from_fields(json.loads(line)["error"])
+        return self.error is not None and not had_error
+
+    def has_exited(self, exited: Exited) -> None:
+        self.exited = exited
+        self._exit_time = time.time()
+
+    def ending(self) -> events.Ending:
+        """Only after it has exited and its pipes are read to the end."""
+        assert self.exited is not None
+        failed_at = self.error.time if self.error else self._exit_time
+        return events.Ending(
+            rank=self.rank,
+            pid=self.exited.pid,
+            time=failed_at,
+            exit_code=self.exited.exit_code,
+            signal=self.exited.signal,
+            asked=self.asked_at is not None and self.asked_at <= failed_at,
+            error=self.error,
+            tail=self._tail.lines(_TAIL_LINES),
+            crash=_crash_frames(self._report) if self.exited.signal else (),
+        )
+
+    def close(self) -> None:
+        """Everything is read: the traceback goes to the end of the log, and the descriptors are given back."""
+        if self.error is not None:
+            self._logs[0].write(self.error.traceback.encode(errors="replace"))
+        elif self.exited is not None and self.exited.signal:
+            self._logs[0].write(b"\n".join(x for x in self._report.split(b"\n") if not x.startswith(b"{")) + b"\n")
+        for pump in self.pumps:
+            pump.close()
+        for log in self._logs:
+            log.close()
+        os.close(self.report_reader)
+        self.close_writers()
+
+    def close_writers(self) -> None:
+        """The worker has its ends; ours must go, or the pipes would never end."""
+        for pump in self.pumps:
+            pump.close_writer()
+        if self.report_writer >= 0:
+            os.close(self.report_writer)
+            self.report_writer = -1
+
+
+def _crash_frames(report: bytes) -> tuple[events.Frame, ...]:
+    """The stack of the crashed thread, from faulthandler's text."""
+    text = report.decode(errors="replace")
+    _, _, current = text.partition("Current thread")
+    frames = []
+    for line in current.splitlines()[1:]:
+        found = _CRASH_LINE.match(line)
+        if not found:
+            break
+        source = _source_line(found["file"], int(found["line"]))
+        frames.append(events.Frame(found["file"], int(found["line"]), found["function"], source))
+    return tuple(frames)
+
+
+def _source_line(file: str, line: int) -> str:
+    import linecache
+
+    return linecache.getline(file, line).strip()
+
+
+def new_member(
+    spec: LaunchSpec, place: Placement, run_directory: Path, attempt: int, console: Console, resume, complain
+) -> Member:
+    """Lays the pipes and decides where each stream goes, by torchrun's rules for --redirects, --tee and the filter."""
+    local_rank = place.local_rank
+    tail = Tail()
+    log = LogFile(events.log_path(run_directory, place.rank), complain)
+    logs = [log]
+    pumps = []
+    for stream, fd in ((1, console.out), (2, console.err)):
+        files = [log]
+        redirected = spec.redirects.get(local_rank, 0) & stream
+        if redirected or spec.tee.get(local_rank, 0) & stream:
+            directory = run_directory / f"attempt_{attempt}" / str(local_rank)
+            directory.mkdir(parents=True, exist_ok=True)
+            files.append(LogFile(directory / _STREAMS[stream], complain))
+            logs.append(files[-1])
+        shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
+        prefix = rank_prefix(place.rank, place.world_size, console.colours) if place.world_size > 1 else None
+        pumps.append(Pump(Route(files, tail, fd if shown else None, prefix), console, resume))
+    return Member(place, (pumps[0], pumps[1]), tail, logs)

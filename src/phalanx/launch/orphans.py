@@ -1,0 +1,133 @@
+"""Nothing is left over: finding and ending every process of a run, whoever its parent is by now.
+
+The zygote is the subreaper of its descendants: a process whose parent died becomes its child, so the tree of a run
+never falls apart while the zygote lives. Should the zygote be killed as well, the keeper finds the run's processes
+by the token that all of them carry in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TIDY_SECONDS = 1.0
+
+# These outlive their parent on purpose, for a moment: they remove its shared-memory segments and semaphores.
+_TIDY_COMMANDS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _prctl(option: int, value: int) -> None:
+    if hasattr(_libc, "prctl"):  # Linux; elsewhere the pipes alone must do
+        _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
+    """The kernel sends ``sig`` when the thread that forked us ends. A parent that is gone already counts too."""
+    _prctl(_PR_SET_PDEATHSIG, sig)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), sig)
+
+
+def outlive_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes our child."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _parents() -> dict[int, int]:
+    """pid to parent's pid, of every process that is not a zombie."""
+    found = {}
+    for entry in os.listdir("/proc"):  # noqa: PTH208 (a thousand Path objects cost more than the reading)
+        if entry.isdigit():
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:  # noqa: PTH123
+                # The command's name stands in parentheses and may hold spaces and parentheses itself.
+                state, parent = stat.read().rpartition(b")")[2].split()[:2]
+                if state not in (b"Z", b"X"):
+                    found[int(entry)] = int(parent)
+    return found
+
+
+def descendants(root: int) -> set[int]:
+    """Every living process below ``root``."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents().items():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), ()):
+            found.add(child)
+            waiting.append(child)
+    return found
+
+
+def bearers(token: str) -> set[int]:
+    """Every living process that was started with this run's token, but not this one."""
+    mark = f"PHALANX_RUN_TOKEN={token}".encode()
+    found = set()
+    for pid in _parents():
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found - {os.getpid()}
+
+
+def end_all(find: Callable[[], Collection[int]]) -> set[int]:
+    """Kills what ``find`` finds until it finds nothing; returns the pids. Tidying helpers get a moment to finish."""
+    ended: set[int] = set()
+    patience = time.monotonic() + _TIDY_SECONDS
+    while True:
+        living = set(find())
+        tidying = {pid for pid in living if _tidies_up(pid)}
+        prey = living - tidying if time.monotonic() < patience else living
+        for pid in prey:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        ended |= prey
+        reap_children()
+        if not living:
+            break
+        # No event tells of the death of somebody else's child; a killed process is gone within a few milliseconds.
+        time.sleep(0.002)
+    remove_segments(ended)
+    return ended
+
+
+def _tidies_up(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return any(name in command for name in _TIDY_COMMANDS)
+
+
+def reap_children() -> dict[int, int]:
+    """Collects every child that has ended: pid to wait status."""
+    statuses = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return statuses
+        if pid == 0:
+            return statuses
+        statuses[pid] = status
+
+
+def remove_segments(pids: Collection[int]) -> None:
+    """Shared-memory files that torch had created and not yet unlinked when its process was killed."""
+    for pid in pids:
+        for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
+            segment.unlink(missing_ok=True)

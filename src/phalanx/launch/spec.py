@@ -1,0 +1,161 @@
+"""What is to be started: frozen data that crosses process boundaries, and the arithmetic of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.errors import UsageError
+from phalanx.ports import LOOPBACK
+
+START_METHODS = ("auto", "fork", "exec")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker runs."""
+
+    kind: str
+    """``script``, ``module`` (-m), ``path`` (--run-path), ``command`` (--no-python) or ``function`` (spawn)."""
+    target: str
+    args: tuple[str, ...] = ()
+    inject_local_rank: str | None = None
+    """The option that carries the local rank as first argument, such as ``--local_rank``; None for none."""
+    interpreter: str | None = None
+    """Another Python than the launcher's own; None for the same."""
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """One run, as asked for on the command line. The same on every node but for ``node_rank``."""
+
+    program: Program
+    nproc_per_node: int = 1
+    nnodes: tuple[int, int] = (1, 1)
+    """Fewest and most nodes."""
+    node_rank: int = 0
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    """0: a free one is taken."""
+    run_id: str = "none"
+    role: str = "default"
+    max_restarts: int = 0
+    start_method: str = "auto"
+    preload: tuple[str, ...] = ()
+    shutdown_timeout: float = 10.0
+    devices: tuple[str, ...] | None = None
+    """What CUDA_VISIBLE_DEVICES will say; None leaves it as it is."""
+    virtual_local_rank: bool = False
+    signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    log_dir: str = "runs"
+    redirects: Mapping[int, int] = field(default_factory=dict)
+    """Local rank to 1 (stdout), 2 (stderr) or 3: into files only."""
+    tee: Mapping[int, int] = field(default_factory=dict)
+    """The same, into files and onto the console."""
+    local_ranks_filter: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        fewest, most = self.nnodes
+        if not 0 < fewest <= most:
+            raise UsageError(f"--nnodes {fewest}:{most} is not a range; give N, or MIN:MAX with 1 <= MIN <= MAX.")
+        if self.nproc_per_node < 1:
+            raise UsageError(f"--nproc-per-node is {self.nproc_per_node}; a node runs at least one process.")
+        if not 0 <= self.node_rank < most:
+            raise UsageError(f"--node-rank {self.node_rank} does not exist: {most} node(s) have 0 to {most - 1}.")
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts is {self.max_restarts}; give 0 or more.")
+        if self.shutdown_timeout < 0:
+            raise UsageError(f"--shutdown-timeout is {self.shutdown_timeout}; give seconds, 0 or more.")
+        if self.start_method not in START_METHODS:
+            raise UsageError(f"--start-method {self.start_method} is unknown; give one of {', '.join(START_METHODS)}.")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one process stands among all; the words mean what torchrun means by them."""
+
+    rank: int
+    local_rank: int
+    node: int
+    world_size: int
+    local_world_size: int
+    nnodes: int
+
+
+def placements(local_sizes: Sequence[int]) -> list[Placement]:
+    """Every process of a run, node by node; ``local_sizes[n]`` is the number of processes of node n.
+
+    Ranks are dense and ordered by node: node 0 has 0 … local_sizes[0]-1, node 1 goes on from there.
+    """
+    world_size = sum(local_sizes)
+    everyone: list[Placement] = []
+    for node, local_size in enumerate(local_sizes):
+        for local_rank in range(local_size):
+            everyone.append(Placement(len(everyone), local_rank, node, world_size, local_size, len(local_sizes)))
+    return everyone
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One process to start: what the zygote needs to know of it."""
+
+    rank: int
+    local_rank: int
+    program: Program
+    environment: Mapping[str, str]
+    """The whole environment, not an addition to one."""
+    run_directory: str | None = None
+    """Where error-N.json goes; None for spawn, whose parent hears of errors otherwise."""
+    start_method: str = "auto"
+
+    def argv(self) -> list[str]:
+        """sys.argv as the script will see it (for a module, Python fills in the file's path)."""
+        injected = []
+        if self.program.inject_local_rank:
+            injected = [f"{self.program.inject_local_rank}={self.local_rank}"]
+        return [self.program.target, *injected, *self.program.args]
+
+    @staticmethod
+    def from_fields(fields: dict) -> WorkerSpec:
+        """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
+        program = Program(**{**fields.pop("program")})
+        program = dataclasses.replace(program, args=tuple(program.args))
+        return WorkerSpec(program=program, **fields)
+
+
+def worker_environment(
+    base: Mapping[str, str], spec: LaunchSpec, place: Placement, master: tuple[str, int], attempt: int, run: str
+) -> dict[str, str]:
+    """The environment of one worker: the launcher's own, and torchrun's variables."""
+    address, port = master
+    environment = dict(base)
+    environment |= {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.nnodes),
+        # One role a run, so a rank among its role is a rank among all.
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "ROLE_NAME": spec.role,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PHALANX_STORE": f"{address}:{port}",
+    }
+    if spec.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
+    if spec.virtual_local_rank:
+        environment["LOCAL_RANK"] = "0"
+        if spec.devices:
+            environment["CUDA_VISIBLE_DEVICES"] = spec.devices[place.local_rank % len(spec.devices)]
+    if place.nnodes == 1:
+        # Nothing that listens may be reached from outside when nobody outside takes part.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment

@@ -1,0 +1,216 @@
+"""Inside a worker: from the fork to the last line of the script.
+
+The same code serves a forked child and a fresh interpreter; the difference ends with `become`. The script runs as
+``__main__``, as ``python script.py`` would run it; what it raises is told to the agent before anything else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+import traceback
+import zipfile
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from phalanx.events import ErrorRecord, Frame
+from phalanx.launch import orphans
+from phalanx.launch.disguise import Disguise
+from phalanx.launch.spec import WorkerSpec
+
+_PACKAGE = str(Path(__file__).parent)
+_LONGEST_TRACEBACK = 30_000  # the report must fit into the pipe, even if the agent is slow to read it
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a new child is given."""
+
+    spec: WorkerSpec
+    parent: int
+    fds: list[int]
+    """stdin, stdout, stderr, the report pipe; for a function also its pickle and the files it refers to."""
+    disguise: Disguise
+    by_exec: bool
+
+
+def boot(call: str) -> str:
+    """Program text for ``python -c`` that runs ``call`` with nothing of the current directory in the way."""
+    root = str(Path(__file__).parents[2])
+    module = call.partition("(")[0].rpartition(".")[0]
+    return (
+        f"import sys; sys.path[0] == '' and sys.path.pop(0); sys.path.append({root!r}); "
+        f"import {module}; sys.path.pop(); {call}"
+    )
+
+
+def become(birth: Birth) -> None:
+    """The child's side of the fork: a session of its own, its files and environment, then the script."""
+    os.setsid()
+    orphans.die_with_parent(birth.parent)
+    spec = birth.spec
+    for target, fd in enumerate(birth.fds[:3]):
+        os.dup2(fd, target)  # makes the target inheritable
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    if birth.by_exec:
+        _exec(spec, birth.fds[3:])
+    birth.disguise.put_on()
+    run(spec, birth.fds[3], birth.fds[4:])
+
+
+def _exec(spec: WorkerSpec, fds: list[int]) -> None:
+    program = spec.program
+    argv = spec.argv()
+    try:
+        if program.kind == "command":
+            os.execvp(argv[0], argv)
+        if program.interpreter is not None:
+            os.execvp(program.interpreter, [program.interpreter, "-u", *(["-m"] * (program.kind == "module")), *argv])
+    except OSError as error:
+        _report(fds[0], _record(spec.rank, error, None, 127))
+        os._exit(127)
+    note = os.memfd_create("worker")
+    with os.fdopen(os.dup(note), "w") as file:
+        json.dump(dataclasses.asdict(spec), file)
+    for fd in (note, *fds):
+        os.set_inheritable(fd, True)
+    flags = subprocess._args_from_interpreter_flags()  # what multiprocessing uses for the same purpose
+    call = boot(f"phalanx.launch.worker.main({[note, *fds]})")
+    os.execv(sys.executable, [sys.executable, *flags, "-c", call])
+
+
+def main(fds: list[int]) -> None:
+    """Entry of a worker in an interpreter of its own."""
+    note, report, *rest = fds
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    os.lseek(note, 0, os.SEEK_SET)
+    with os.fdopen(note) as file:
+        spec = WorkerSpec.from_fields(json.load(file))
+    run(spec, report, rest)
+
+
+def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
+    """Runs the program; how it ends is how this process ends."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would be read in blocks
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
+    pid = os.getpid()
+    try:
+        _run_program(spec, fds)
+    except BaseException as error:
+        if os.getpid() == pid:  # a script's own fork may come back here as well
+            _end_with(spec, report, error)
+        raise
+
+
+def _run_program(spec: WorkerSpec, fds: list[int]) -> None:
+    kind, target = spec.program.kind, spec.program.target
+    if kind == "function":
+        from phalanx.launch import function
+
+        function.call(spec.rank, fds)
+        return
+    _clear_main()
+    sys.argv[:] = spec.argv()
+    sys.orig_argv[1:] = ["-m", *sys.argv] if kind == "module" else list(sys.argv)
+    if kind == "module":
+        _first_on_path(str(Path.cwd()))
+        runpy._run_module_as_main(target)  # the function behind `python -m`
+    elif kind == "path":
+        runpy.run_path(target, run_name="__main__")
+    elif Path(target).is_dir() or zipfile.is_zipfile(target):
+        _first_on_path(target)
+        runpy._run_module_as_main("__main__", False)
+    else:
+        _run_script(target)
+
+
+def _run_script(target: str) -> None:
+    _first_on_path(str(Path(target).resolve().parent))
+    path = os.path.abspath(target)  # noqa: PTH100 (links stay in __file__, as Python leaves them)
+    module = sys.modules["__main__"]
+    module.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _clear_main() -> None:
+    """The module object stays: multiprocessing and pickle look it up by name."""
+    module = sys.modules["__main__"]
+    builtins = module.__dict__["__builtins__"]
+    module.__dict__.clear()
+    module.__dict__.update(
+        __name__="__main__", __doc__=None, __package__=None, __loader__=None, __spec__=None, __builtins__=builtins
+    )
+    module.__dict__["__annotations__"] = {}
+
+
+def _first_on_path(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
+        sys.path.insert(0, directory)
+
+
+def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
+    """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
+    trace = _user_side(error.__traceback__)
+    error.__traceback__ = trace
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code:
+            _report(report, _record(spec.rank, error, trace, code & 0xFF))
+        raise error
+    _report(report, _record(spec.rank, error, trace, 1))
+    if sys.excepthook is not sys.__excepthook__:
+        sys.excepthook(type(error), error, trace)
+    sys.excepthook = lambda *_: None
+    if isinstance(error, KeyboardInterrupt):
+        raise error  # the interpreter ends itself by SIGINT, so that the shell knows
+    sys.exit(1)
+
+
+def _user_side(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is neither phalanx's nor runpy's."""
+    first = trace
+    while first is not None:
+        file = first.tb_frame.f_code.co_filename
+        if not (file.startswith(_PACKAGE) or file in ("<string>", "<frozen runpy>") or file == runpy.__file__):
+            return first
+        first = first.tb_next
+    return None
+
+
+def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> ErrorRecord:
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    text = "".join(traceback.format_exception(kind, error, trace))
+    summary = traceback.extract_tb(trace)
+    frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(Frame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip()))
+    return ErrorRecord(
+        rank, os.getpid(), time.time(), name, str(error)[:2000], tuple(frames[-20:]), text[-_LONGEST_TRACEBACK:], exit_code
+    )
+
+
+def _report(fd: int, record: ErrorRecord) -> None:
+    content: dict[str, Any] = dataclasses.asdict(record)
+    data = json.dumps({"error": content}).encode() + b"\n"
+    with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we in a moment
+        while data:
+            data = data[os.write(fd, data) :]
