@@ -41,7 +41,7 @@ def failure_block(
     lines.append("  " + ", ".join(where))
     lines += [_clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
     if cause.tail:
-        lines.append(f"  the last it printed:")
+        lines.append("  the last it printed:")
         lines += [_clip(f"    {line}") for line in cause.tail]
     if verdict.left_early:
         lines.append(f"  {_ranks(verdict.left_early)} had already ended normally: did the ranks run different steps?")

@@ -18,21 +18,21 @@ from pathlib import Path
 
 from phalanx import events, ports
 from phalanx.diagnose import report
-from phalanx.diagnose.findings import Verdict, find_cause, is_consequence
+from phalanx.diagnose.findings import Verdict, find_cause
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.logs import Pump
 from phalanx.launch.member import Member, new_member
-from phalanx.launch.nursery import Event, Exited, Nursery, Started
+from phalanx.launch.nursery import Nursery
 from phalanx.launch.spec import LaunchSpec, WorkerSpec, placements, worker_environment
-from phalanx.launch.stopping import Stopping
+from phalanx.launch.watch import Watch
 
 _TICK = 0.5
 
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
-    """Starts a run on this machine and stays until its end; returns the exit code. What cannot work is an error at once."""
+    """Starts a run on this machine and stays until its end; returns the exit code."""
     check_program(spec)
     if spec.nnodes[1] > 1:
         raise UsageError(
@@ -56,10 +56,6 @@ class Agent:
         self._log = events.EventLog(directory / "agent.events.jsonl")
         self._console = Console()
         self._selector = selectors.DefaultSelector()
-        self._members: dict[int, Member] = {}
-        self._stopping: Stopping | None = None
-        self._suspicion: float | None = None
-        """Until when to wait for the cause, after a rank that merely lost its connection."""
         self._signals: list[int] = []
         self._signalled: int | None = None
         """The first signal that told the agent to stop."""
@@ -86,10 +82,9 @@ class Agent:
                 script_directory=script_directory(spec),
                 listener=self._listener,
             )
-            address = self._listener.getsockname()[:2]
             self._listener.close()
             try:
-                return self._run_attempts(address)
+                return self._run_attempts()
             finally:
                 self._nursery.close()
         except _Interrupted:
@@ -129,11 +124,11 @@ class Agent:
 
     # ---- attempts
 
-    def _run_attempts(self, address: tuple[str, int]) -> int:
+    def _run_attempts(self) -> int:
         most = self._spec.max_restarts + 1
         for attempt in range(most):
             self._nursery.fresh_store(wait=attempt > 0)
-            endings = self._run_attempt(attempt, address)
+            endings = self._run_attempt(attempt)
             if self._signalled is not None:
                 return self._end(128 + self._signalled, endings, None, attempt)
             if not any(ending.failed for ending in endings):
@@ -145,78 +140,57 @@ class Agent:
             self._say([f"{report.one_line(verdict.cause)}; starting again, attempt {attempt + 2} of {most}"])
         raise AssertionError("the last attempt returns")
 
-    def _run_attempt(self, attempt: int, address: tuple[str, int]) -> list[events.Ending]:
-        self._stopping = self._suspicion = None
+    def _run_attempt(self, attempt: int) -> list[events.Ending]:
+        assert self._nursery.address is not None
+        self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._log.write)
         for place in placements([self._spec.nproc_per_node]):
             events.error_path(self._directory, place.rank).unlink(missing_ok=True)
             member = new_member(
                 self._spec, place, self._directory, attempt, self._console, self._resume, lambda text: self._say([text])
             )
-            self._members[place.rank] = member
-            environment = worker_environment(self._environ, self._spec, place, address, attempt, self._run_id)
+            environment = worker_environment(
+                self._environ, self._spec, place, self._nursery.address, attempt, self._run_id
+            )
             worker = WorkerSpec(
                 place.rank, place.local_rank, self._spec.program, environment, start_method=self._spec.start_method
             )
             self._start(member, worker)
-        self._selector.register(self._nursery, selectors.EVENT_READ, self._hear_nursery)
-        try:
-            self._loop_until(lambda: all(member.exited for member in self._members.values()))
-        finally:
-            self._selector.unregister(self._nursery)
-        for event in self._nursery.sweep():  # whatever the workers started and left behind
-            self._handle(event)
+        self._loop_until(lambda: self._watch.all_exited)
+        self._watch.finish()
         # Nobody can write to the pipes any more, so each of them ends.
         self._loop_until(lambda: not self._streams())
-        endings = [member.ending() for member in self._members.values()]
-        for member in self._members.values():
-            if member.error is not None:
-                events.write_error(self._directory, member.error)
-            member.close()
-        self._members.clear()
+        endings = self._watch.endings()
+        for ending in endings:
+            if ending.error is not None:
+                events.write_error(self._directory, ending.error)
+        self._watch.close()
         return endings
 
     def _start(self, member: Member, worker: WorkerSpec) -> None:
         stdin = _standard_input()
         try:
-            self._nursery.start(worker, [stdin, *(pump.writer for pump in member.pumps), member.report_writer])
+            self._watch.start(member, worker, [stdin, *(pump.writer for pump in member.pumps)])
         finally:
             os.close(stdin)
-            member.close_writers()
         for pump in member.pumps:
             self._selector.register(pump, selectors.EVENT_READ, lambda pump=pump: self._pump(pump))
-        self._selector.register(
-            member.report_reader, selectors.EVENT_READ, lambda member=member: self._hear_report(member)
-        )
 
     # ---- the loop
 
     def _loop_until(self, done: Callable[[], bool]) -> None:
         while not done():
-            for key, _ in self._selector.select(self._patience()):
-                key.data()
+            self._watch.turn(_TICK)
+            self._explain_exec()
             self._obey_signals()
             self._resume_pumps()
             now = time.monotonic()
-            if self._suspicion is not None and now >= self._suspicion and self._stopping is None:
-                self._stop(signal.SIGTERM)
-            if self._stopping is not None:
-                self._send_due(now)
-            for member in self._members.values():
+            for member in self._watch.members.values():
                 for pump in member.pumps:
                     pump.tick(now)
 
-    def _patience(self) -> float:
-        now = time.monotonic()
-        deadlines = [now + _TICK]
-        if self._stopping is not None and self._stopping.next_step is not None:
-            deadlines.append(self._stopping.next_step)
-        if self._suspicion is not None and self._stopping is None:
-            deadlines.append(self._suspicion)
-        return max(0.0, min(deadlines) - now)
-
     def _streams(self) -> list[Pump]:
         """The pipes that have not ended."""
-        return [pump for member in self._members.values() for pump in member.pumps if not pump.ended]
+        return [pump for member in self._watch.members.values() for pump in member.pumps if not pump.ended]
 
     def _pump(self, pump: Pump) -> None:
         if not pump.read() or pump.paused:
@@ -233,61 +207,13 @@ class Agent:
             if not pump.ended and pump.fileno() not in self._selector.get_map():
                 self._selector.register(pump, selectors.EVENT_READ, lambda pump=pump: self._pump(pump))
 
-    def _hear_nursery(self) -> None:
-        event = self._nursery.next_event()
-        if event is not None:
-            self._handle(event)
-
-    def _handle(self, event: Event) -> None:
-        member = self._members[event.rank]
-        if isinstance(event, Started):
-            member.pid = event.pid
-            self._log.write("started", rank=event.rank, pid=event.pid, exec=event.why_exec)
-            self._explain_exec(event.why_exec)
-            return
-        self._log.write("exited", **dataclasses.asdict(event))
-        self._selector.unregister(member.report_reader)
-        member.read_report()
-        member.has_exited(event)
-        self._consider(member)
-
-    def _explain_exec(self, why: str | None) -> None:
+    def _explain_exec(self) -> None:
+        why = self._watch.why_exec
         if why and self._spec.start_method == "auto" and self._spec.program.kind != "command" and not self._said_exec:
             self._said_exec = True
             self._say([f"each rank imports torch by itself, because {why}"])
 
-    def _hear_report(self, member: Member) -> None:
-        if member.read_report():
-            self._consider(member)
-
-    def _consider(self, member: Member) -> None:
-        """A rank has failed, or ended: must the others stop?"""
-        if self._stopping is not None:
-            return
-        if member.error is not None and is_consequence(member.error):
-            # It lost a peer. The peer is the one to hear: it may be busy with its clean-up before it can speak.
-            if self._suspicion is None:
-                self._suspicion = time.monotonic() + self._spec.shutdown_timeout
-        elif member.error is not None or (member.exited and (member.exited.signal or member.exited.exit_code)):
-            self._stop(signal.SIGTERM)
-
-    # ---- stopping
-
-    def _stop(self, first: int, *, at_once: bool = False) -> None:
-        self._stopping = Stopping.plan(first, 0.0 if at_once else self._spec.shutdown_timeout)
-        self._log.write("stopping", signal=signal.Signals(first).name, at_once=at_once)
-        self._send_due(time.monotonic())
-
-    def _send_due(self, now: float) -> None:
-        assert self._stopping is not None
-        for number in self._stopping.due(now):
-            for member in self._members.values():
-                # One that has told its error is on its way out; let it finish its clean-up until the last moment.
-                if member.pid is None or member.exited or (member.error and number != signal.SIGKILL):
-                    continue
-                if member.asked_at is None:
-                    member.asked_at = time.time()
-                self._nursery.signal(member.pid, number)
+    # ---- signals
 
     def _take_signals(self) -> Callable[[], None]:
         """Signals become events of the loop. Returns what puts the old handlers back."""
@@ -314,16 +240,14 @@ class Agent:
                 name = signal.Signals(number).name
                 hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
                 self._say([f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"])
-            if not any(member.pid for member in self._members.values()):
+            if not self._watch.any_started:
                 self._nursery.kill()  # nothing of the user's has started yet
                 raise _Interrupted
-            self._stop(number, at_once=again)
+            self._watch.stop(number, at_once=again)
 
     # ---- the end
 
-    def _end(
-        self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int
-    ) -> int:
+    def _end(self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int) -> int:
         content = {
             "exit_code": exit_code,
             "attempts": attempt + 1,
@@ -351,8 +275,6 @@ class Agent:
         self._console.put(self, self._console.err, text.encode(errors="replace"))
 
     def _close(self) -> None:
-        for member in self._members.values():
-            member.close()
         self._console.close(timeout=None if self._signalled is None else 2.0)
         self._log.close()
         self._selector.close()

@@ -101,9 +101,7 @@ class Disguise:
         import torch
 
         changed = {
-            name
-            for name in {*self.environment, *os.environ}
-            if self.environment.get(name) != os.environ.get(name)
+            name for name in {*self.environment, *os.environ} if self.environment.get(name) != os.environ.get(name)
         }
         if "OMP_NUM_THREADS" in changed and os.environ.get("OMP_NUM_THREADS", "").isdigit():
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

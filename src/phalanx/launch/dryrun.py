@@ -31,8 +31,14 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
         table.add_column(column, justify="right")
     table.add_column("environment of its own", overflow="fold")
     for place, environment in zip(everyone, environments, strict=True):
-        own = [f"{name}={environment[name]}" for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES") if name in environment and name not in common]
-        table.add_row(str(place.node), str(place.rank), str(place.local_rank), device_of(place, cards, spec), " ".join(own))
+        own = [
+            f"{name}={environment[name]}"
+            for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES")
+            if name in environment and name not in common
+        ]
+        table.add_row(
+            str(place.node), str(place.rank), str(place.local_rank), device_of(place, cards, spec), " ".join(own)
+        )
     # A table in a file or a pipe is for a program or a search: no folding to an imagined screen.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(table)

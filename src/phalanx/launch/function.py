@@ -12,7 +12,8 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from multiprocessing import context, forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
+from multiprocessing import forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
+from multiprocessing.context import set_spawning_popen  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
 import cloudpickle
@@ -40,14 +41,17 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> t
     preparation: dict[str, Any] | None = None
     if importable_main and "ipykernel" not in sys.modules:
         preparation = spawn.get_preparation_data("SpawnProcess")
+        del preparation["authkey"]  # travels as plain bytes, below: this parcel never leaves the machine's memory
     # The tracker must run before the children, or each would start its own and unlink what others use.
     tracker = resource_tracker.getfd()
-    context.set_spawning_popen(parcel)
+    assert tracker is not None
+    set_spawning_popen(parcel)
     try:
         body = _dump((function, args), by_value=preparation is None)
     finally:
-        context.set_spawning_popen(None)
-    head = pickle.dumps({"preparation": preparation, "daemon": daemon, "authkey": bytes(process.current_process().authkey)})
+        set_spawning_popen(None)
+    authkey = bytes(process.current_process().authkey)
+    head = pickle.dumps({"preparation": preparation, "daemon": daemon, "authkey": authkey})
     return pickle.dumps((head, body)), [tracker, *parcel.fds]
 
 
@@ -85,4 +89,4 @@ def call(rank: int, fds: list[int]) -> None:
     try:
         function(rank, *args)
     finally:
-        util._exit_function()  # joins queues' feeder threads, as the end of a multiprocessing child does
+        util._exit_function()  # pyright: ignore[reportAttributeAccessIssue]  # joins queues' feeder threads, as the end of a multiprocessing child does

@@ -212,4 +212,3 @@ class Pump:
         if self.reader >= 0:
             os.close(self.reader)
             self.reader = -1
-

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx import events
@@ -22,7 +23,9 @@ _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 class Member:
     """A rank of the running attempt."""
 
-    def __init__(self, place: Placement, pumps: tuple[Pump, Pump], tail: Tail, logs: list[LogFile]) -> None:
+    def __init__(
+        self, place: Placement, pumps: Sequence[Pump] = (), tail: Tail | None = None, logs: Sequence[LogFile] = ()
+    ) -> None:
         self.place = place
         self.pumps = pumps
         self.pid: int | None = None
@@ -32,7 +35,7 @@ class Member:
         """When the agent told it to stop."""
         self.report_reader, self.report_writer = os.pipe()
         os.set_blocking(self.report_reader, False)
-        self._tail = tail
+        self._tail = tail or Tail()
         self._logs = logs
         self._report = b""
         self._exit_time = 0.0
@@ -80,10 +83,10 @@ class Member:
 
     def close(self) -> None:
         """Everything is read: the traceback goes to the end of the log, and the descriptors are given back."""
-        if self.error is not None:
+        if self._logs and self.error is not None:
             self._logs[0].write(self.error.traceback.encode(errors="replace"))
-        elif self.exited is not None and self.exited.signal:
-            self._logs[0].write(b"\n".join(x for x in self._report.split(b"\n") if not x.startswith(b"{")) + b"\n")
+        elif self._logs and self.exited is not None and self.exited.signal:
+            self._logs[0].write(self._report)  # what faulthandler said in the last moment
         for pump in self.pumps:
             pump.close()
         for log in self._logs:
@@ -121,7 +124,13 @@ def _source_line(file: str, line: int) -> str:
 
 
 def new_member(
-    spec: LaunchSpec, place: Placement, run_directory: Path, attempt: int, console: Console, resume, complain
+    spec: LaunchSpec,
+    place: Placement,
+    run_directory: Path,
+    attempt: int,
+    console: Console,
+    resume: Callable[[Pump], None],
+    complain: Callable[[str], None],
 ) -> Member:
     """Lays the pipes and decides where each stream goes, by torchrun's rules for --redirects, --tee and the filter."""
     local_rank = place.local_rank
@@ -140,4 +149,4 @@ def new_member(
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
         prefix = rank_prefix(place.rank, place.world_size, console.colours) if place.world_size > 1 else None
         pumps.append(Pump(Route(files, tail, fd if shown else None, prefix), console, resume))
-    return Member(place, (pumps[0], pumps[1]), tail, logs)
+    return Member(place, pumps, tail, logs)

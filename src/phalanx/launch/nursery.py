@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from phalanx.errors import LaunchError
 from phalanx.launch.channel import Channel
 from phalanx.launch.spec import WorkerSpec
-from phalanx.launch.worker import boot
+from phalanx.launch.worker import boot, interpreter_flags
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,18 @@ class Nursery:
         self.token = uuid.uuid4().hex
         self._keeper: Channel | None = None
         self._answers_due = 0
+        self.address: tuple[str, int] | None = listener.getsockname()[:2] if listener else None
+        """Where the store listens."""
         self._swept = False
         ours, theirs = Channel.pair()
         self.channel = ours
         self._process = subprocess.Popen(
-            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", boot(f"phalanx.launch.zygote.main({theirs.fileno()})")],
+            [
+                sys.executable,
+                *interpreter_flags(),
+                "-c",
+                boot(f"phalanx.launch.zygote.main({theirs.fileno()})"),
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C on the terminal is for the agent to pass on

@@ -119,7 +119,7 @@ class WorkerSpec:
     @staticmethod
     def from_fields(fields: dict) -> WorkerSpec:
         """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
-        program = Program(**{**fields.pop("program")})
+        program = Program(**fields.pop("program"))
         program = dataclasses.replace(program, args=tuple(program.args))
         return WorkerSpec(program=program, **fields)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import inspect
 import io
 import json
 import os
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -30,6 +32,7 @@ from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
 
 _PACKAGE = str(Path(__file__).parent)
+_run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
 _LONGEST_TRACEBACK = 30_000  # the report must fit into the pipe, even if the agent is slow to read it
 
 
@@ -53,6 +56,11 @@ def boot(call: str) -> str:
         f"import sys; sys.path[0] == '' and sys.path.pop(0); sys.path.append({root!r}); "
         f"import {module}; sys.path.pop(); {call}"
     )
+
+
+def interpreter_flags() -> list[str]:
+    """-O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children."""
+    return subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def become(birth: Birth) -> None:
@@ -87,9 +95,8 @@ def _exec(spec: WorkerSpec, fds: list[int]) -> None:
         json.dump(dataclasses.asdict(spec), file)
     for fd in (note, *fds):
         os.set_inheritable(fd, True)
-    flags = subprocess._args_from_interpreter_flags()  # what multiprocessing uses for the same purpose
     call = boot(f"phalanx.launch.worker.main({[note, *fds]})")
-    os.execv(sys.executable, [sys.executable, *flags, "-c", call])
+    os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", call])
 
 
 def main(fds: list[int]) -> None:
@@ -130,12 +137,12 @@ def _run_program(spec: WorkerSpec, fds: list[int]) -> None:
     sys.orig_argv[1:] = ["-m", *sys.argv] if kind == "module" else list(sys.argv)
     if kind == "module":
         _first_on_path(str(Path.cwd()))
-        runpy._run_module_as_main(target)  # the function behind `python -m`
+        _run_module_as_main(target, True)
     elif kind == "path":
         runpy.run_path(target, run_name="__main__")
     elif Path(target).is_dir() or zipfile.is_zipfile(target):
         _first_on_path(target)
-        runpy._run_module_as_main("__main__", False)
+        _run_module_as_main("__main__", False)
     else:
         _run_script(target)
 
@@ -158,7 +165,7 @@ def _clear_main() -> None:
     module.__dict__.update(
         __name__="__main__", __doc__=None, __package__=None, __loader__=None, __spec__=None, __builtins__=builtins
     )
-    module.__dict__["__annotations__"] = {}
+    module.__annotations__ = {}
 
 
 def _first_on_path(directory: str) -> None:
@@ -176,12 +183,21 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
             _report(report, _record(spec.rank, error, trace, code & 0xFF))
         raise error
     _report(report, _record(spec.rank, error, trace, 1))
-    if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, trace)
+    hook = _users_hook()
+    if hook is not None:
+        hook(type(error), error, trace)
     sys.excepthook = lambda *_: None
     if isinstance(error, KeyboardInterrupt):
         raise error  # the interpreter ends itself by SIGINT, so that the shell knows
     sys.exit(1)
+
+
+def _users_hook() -> Callable[..., Any] | None:
+    """The exception hook that the script installed. torch.distributed wraps a prefix around whatever it finds."""
+    hook = sys.excepthook
+    if getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        hook = inspect.getclosurevars(hook).nonlocals.get("old_excepthook", hook)
+    return None if hook is sys.__excepthook__ else hook
 
 
 def _user_side(trace: TracebackType | None) -> TracebackType | None:
@@ -197,14 +213,23 @@ def _user_side(trace: TracebackType | None) -> TracebackType | None:
 
 def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> ErrorRecord:
     kind = type(error)
-    name = kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
     text = "".join(traceback.format_exception(kind, error, trace))
     summary = traceback.extract_tb(trace)
     frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(Frame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip()))
     return ErrorRecord(
-        rank, os.getpid(), time.time(), name, str(error)[:2000], tuple(frames[-20:]), text[-_LONGEST_TRACEBACK:], exit_code
+        rank,
+        os.getpid(),
+        time.time(),
+        name,
+        str(error)[:2000],
+        tuple(frames[-20:]),
+        text[-_LONGEST_TRACEBACK:],
+        exit_code,
     )
 
 

@@ -80,14 +80,18 @@ class _Zygote:
                 with self.disguise.script_directory_visible(self.setup["script_directory"]):
                     importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
-                self.channel.send({"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"})
+                self.channel.send(
+                    {"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"}
+                )
                 os._exit(1)
         self.disguise.note_imports()
         gc.collect()
         gc.freeze()  # a collection in a worker must not touch, and so copy, every page shared with the others
         threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
         if threads > 1:
-            self.why_not_fork = f"{threads - 1} thread(s) were started while importing {', '.join(self.setup['preload'])}"
+            self.why_not_fork = (
+                f"{threads - 1} thread(s) were started while importing {', '.join(self.setup['preload'])}"
+            )
         elif sys.modules["torch"].cuda.is_initialized():
             self.why_not_fork = "CUDA was initialised while importing"
 

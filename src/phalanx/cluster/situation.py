@@ -1,0 +1,52 @@
+"""What every kind of launcher tells, in one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx import env
+from phalanx.errors import UsageError
+from phalanx.ports import check_port
+
+
+@dataclass(frozen=True)
+class Situation:
+    """The place of this process, as its launcher gives it."""
+
+    kind: str
+    """``torchrun``, ``slurm``, ``openmpi`` or ``single``; for messages."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+    master: tuple[str, int] | None
+    """Where the store is, or will be started by rank 0; None when nobody has said."""
+    store_is_up: bool = False
+    """The launcher hosts the store: no rank may start one."""
+
+    def __post_init__(self) -> None:
+        check_rank(self.rank, self.world_size)
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    if world_size < 1:
+        raise UsageError(f"the world size is {world_size}; it must be at least 1.")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} does not exist in a world of {world_size}: ranks go from 0 to {world_size - 1}.")
+
+
+def master_from(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """MASTER_ADDR and MASTER_PORT, when both are there."""
+    address = environ.get("MASTER_ADDR")
+    port = env.integer(environ, "MASTER_PORT")
+    if not address or port is None:
+        return None
+    return address, check_port(port, "MASTER_PORT")
+
+
+def port_for(job: int) -> int:
+    """A port that all ranks derive alike from the job's number, outside the range of outgoing connections."""
+    return 15000 + job % 10000

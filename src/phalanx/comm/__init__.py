@@ -1,0 +1,1 @@
+"""MOVE: who goes first, who speaks, and helpers over torch.distributed."""

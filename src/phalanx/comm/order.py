@@ -1,0 +1,104 @@
+"""Order among the ranks: who goes first, who speaks, and where all wait for all."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+from phalanx import cluster
+from phalanx import world as worlds
+from phalanx.errors import PeerFailed
+from phalanx.world import World
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_SLICE = 2.0
+_turns = {False: itertools.count(), True: itertools.count()}
+
+
+def barrier() -> None:
+    """Returns when every rank has called it. In a world of one, at once."""
+    world = worlds.current()
+    if world.size == 1:
+        return
+    import torch.distributed as dist
+
+    if world.device.type == "cuda" and "nccl" in world.backend:
+        dist.barrier(device_ids=[world.device.index])
+    else:
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def rank_zero_first(local: bool = False) -> Iterator[None]:
+    """Rank zero runs the body, then all others do: for preparing data once.
+
+    With ``local=True`` local rank zero of each node goes first, for data that every node keeps by itself. If the
+    body raises on the first, the others raise PeerFailed instead of waiting for ever; if it takes long, they wait,
+    whatever the group's timeout is.
+    """
+    world = worlds.current()
+    if world.size == 1:
+        yield
+        return
+    leader = world.rank - world.local_rank if local else 0
+    key = f"phalanx/first/{local}/{next(_turns[local])}/{leader}"
+    if world.rank != leader:
+        _follow(world, leader, key)
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        world.store.set(key, f"{type(error).__name__}: {error}")
+        raise
+    world.store.set(key, "done")
+
+
+def _follow(world: World, leader: int, key: str) -> None:
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    while True:
+        try:
+            world.store.wait([key], timedelta(seconds=_SLICE))
+            break
+        except DistStoreError:
+            if world.claims and world.claims[leader].has_died:
+                raise PeerFailed(f"rank {leader}, which goes first here, has died; see its log.") from None
+        except DistNetworkError:
+            raise PeerFailed(f"rank {leader}, which goes first here, took the store with it; see its log.") from None
+    outcome = world.store.get(key).decode()
+    if outcome != "done":
+        raise PeerFailed(f"rank {leader} went first and failed with {outcome}.")
+
+
+def _rank() -> int:
+    """Known before joining, too."""
+    import sys
+
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return cluster.find(os.environ).rank
+
+
+def main_only(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    """Decorates a function to run on rank 0 alone; on the others it returns None."""
+
+    @functools.wraps(function)
+    def on_main(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        return function(*args, **kwargs) if _rank() == 0 else None
+
+    return on_main
+
+
+def print(*values: Any, **options: Any) -> None:
+    """The built-in print, on rank 0 alone."""
+    if _rank() == 0:
+        builtins.print(*values, **options)

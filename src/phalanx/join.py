@@ -1,0 +1,250 @@
+"""Joining: from an address to a store that all ranks share, and the check that they belong together.
+
+torch's own rendezvous waits half an hour for a rank that will never come, and goes on with one that came twice.
+Here every rank first writes down who it is; what does not fit together is an error on all of them within seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from phalanx import errors, ports
+from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
+
+_SLICE = 2.0
+"""A wait in the store cannot be interrupted, so it is done in pieces of this length."""
+_FIRST_WORD = 10.0
+_joins = itertools.count()
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a rank writes down about itself."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    born: float
+    """Start of the process, to tell it from a later one with the same pid."""
+
+    @staticmethod
+    def of_this_process(rank: int, world_size: int) -> Claim:
+        return Claim(rank, world_size, socket.gethostname(), os.getpid(), _birth(os.getpid()) or 0.0)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    @property
+    def has_died(self) -> bool:
+        """Known for certain only on the same host."""
+        return self.host == socket.gethostname() and _birth(self.pid) != self.born
+
+
+def _birth(pid: int) -> float | None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A store that all ranks are known to share."""
+
+    store: Any
+    claims: tuple[Claim, ...]
+    hosted_here: bool
+    """This process serves the store, so it must leave last."""
+
+
+def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: float) -> tuple[Any, bool]:
+    """The store behind ``tcp://host:port`` or ``file:///path``, and whether this process hosts it."""
+    url = urlparse(init_method)
+    if url.scheme == "file":
+        return _file_store(url.path, world_size), False
+    if url.scheme != "tcp":
+        raise UsageError(f"init_method {init_method!r} is unknown; use env://, tcp://host:port or file:///path.")
+    if url.hostname is None or url.port is None:
+        raise UsageError(
+            f"init_method {init_method!r} has no port or no host; it should look like tcp://10.0.0.1:29500."
+        )
+    if rank == 0 and not up:
+        return _serve(url.hostname, url.port), True
+    return _connect(url.hostname, url.port, timeout), False
+
+
+def _file_store(path: str, world_size: int) -> Any:
+    from torch.distributed import FileStore
+
+    if not path or not Path(path).parent.is_dir():
+        raise UsageError(f"the file {path!r} of init_method lies in no existing directory; make that first.")
+    return FileStore(path, world_size)
+
+
+def _serve(host: str, port: int) -> Any:
+    from torch.distributed import TCPStore
+
+    # A loopback master is for this machine alone; any other name may stand for several addresses.
+    address = ports.LOOPBACK if host in ("localhost", ports.LOOPBACK) else "0.0.0.0"
+    try:
+        listener = ports.listen(address, port)
+    except errors.PortBusy as busy:
+        raise JoinError(f"rank 0 cannot serve {host}:{port}: {busy}") from None
+    actual = listener.getsockname()[1]
+    return TCPStore(host, actual, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _connect(host: str, port: int, timeout: float) -> Any:
+    from torch.distributed import DistError, TCPStore
+
+    _await_listener(host, port, timeout)
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    except DistError as error:
+        raise MasterUnreachable(
+            f"{host}:{port} answers, but not as a store ({_first_line(error)}); is another program on that port?"
+        ) from None
+
+
+def _await_listener(host: str, port: int, timeout: float) -> None:
+    """Waits for somebody to listen; what waiting cannot heal is an error at once."""
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({error.strerror}).") from None
+    started = time.monotonic()
+    while True:
+        left = started + timeout - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(0.05, min(left, 5.0))).close()
+            return
+        except ConnectionRefusedError:
+            reason = "nobody listens there"
+        except TimeoutError:
+            reason = "no answer"
+        except OSError as error:
+            raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
+        if time.monotonic() - started >= timeout:
+            raise MasterUnreachable(
+                f"the master {host}:{port} was not reached within {timeout:g} s: {reason}. "
+                "Is rank 0 started, with the same address and port?"
+            )
+        time.sleep(0.05)  # a port that is not open yet gives no event to wait for
+
+
+def meet(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bool) -> Meeting:
+    """Every rank is there, once, with the same world size; otherwise an error that names who is wrong."""
+    from torch.distributed import PrefixStore
+
+    book = _Book(PrefixStore(f"phalanx/join/{next(_joins)}", store), Claim.of_this_process(rank, world_size))
+    try:
+        book.sign()
+        verdict = book.await_verdict(timeout)
+        if "error" in verdict:
+            if hosted_here:
+                book.linger()
+            raise getattr(errors, verdict["error"])(verdict["text"])
+        return Meeting(store, book.claims(), hosted_here)
+    except RuntimeError as error:
+        if isinstance(error, errors.PhalanxError):
+            raise
+        raise JoinError(f"rank {rank} lost the store while joining: {_first_line(error)}") from None
+
+
+class _Book:
+    """The page of the store where the ranks sign. Whoever finds a fault writes the verdict for all."""
+
+    def __init__(self, store: Any, claim: Claim) -> None:
+        self._store = store
+        self._claim = claim
+
+    def sign(self) -> None:
+        mine = self._claim
+        if self._store.add(f"taken/{mine.rank}", 1) > 1:
+            self._twice()
+            return
+        self._store.set(f"claim/{mine.rank}", json.dumps(asdict(mine)))
+        first = self._store.compare_set("first", "", json.dumps(asdict(mine)))
+        other = Claim(**json.loads(first))
+        if other.world_size != mine.world_size:
+            self._rule(
+                RanksDisagree,
+                f"{mine} was given world size {mine.world_size}, but {other} was given {other.world_size}; "
+                "start all of them with the same.",
+            )
+        elif self._store.add("arrived", 1) == mine.world_size:
+            dead = [claim for claim in self.claims() if claim.has_died]
+            if dead:
+                self._rule(StaleStore, f"the store remembers {dead[0]}, which has ended: it is left over. {_REMOVE}")
+            else:
+                self._store.set("verdict", json.dumps({"ok": True}))
+
+    def _twice(self) -> None:
+        mine = self._claim
+        self._store.wait([f"claim/{mine.rank}"], timedelta(seconds=_SLICE))
+        other = Claim(**json.loads(self._store.get(f"claim/{mine.rank}")))
+        if other.has_died:
+            text = f"the store remembers {other}, which has ended: it is left over from an earlier run. {_REMOVE}"
+            raise StaleStore(text)
+        self._rule(RanksDisagree, f"two processes claim one rank: {other} and pid {mine.pid} on {mine.host}.")
+
+    def _rule(self, kind: type[JoinError], text: str) -> None:
+        self._store.set("verdict", json.dumps({"error": kind.__name__, "text": text}))
+
+    def await_verdict(self, timeout: float) -> dict[str, Any]:
+        started = time.monotonic()
+        told = started + _FIRST_WORD
+        while not self._store.check(["verdict"]):
+            now = time.monotonic()
+            left = started + timeout - now
+            if left <= 0:
+                self._rule(JoinError, self._missing_text(timeout))
+                break
+            if now >= told:
+                told = now + _FIRST_WORD
+                print(f"phalanx: {self._claim} {self._missing_text(now - started)}", file=sys.stderr, flush=True)
+            self._wait("verdict", min(left, _SLICE, told - now))
+        return json.loads(self._store.get("verdict"))
+
+    def _wait(self, key: str, seconds: float) -> None:
+        from torch.distributed import DistStoreError
+
+        try:
+            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+        except DistStoreError:
+            return  # not there yet; the caller looks again
+
+    def _missing_text(self, waited: float) -> str:
+        size = self._claim.world_size
+        missing = [rank for rank in range(size) if not self._store.check([f"claim/{rank}"])]
+        names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+        return f"waited {waited:.0f} s for {len(missing)} of {size} ranks that did not come: {names}"
+
+    def claims(self) -> tuple[Claim, ...]:
+        size = self._claim.world_size
+        return tuple(Claim(**json.loads(self._store.get(f"claim/{rank}"))) for rank in range(size))
+
+    def linger(self) -> None:
+        """The host of the store stays a moment, so that the others can read the verdict."""
+        self._wait("everyone has read this", 1.0)
+
+
+_REMOVE = "Remove the file, or give another one."
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

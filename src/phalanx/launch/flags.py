@@ -1,0 +1,151 @@
+"""The flags of ``phalanx run``, as a table: torchrun's own, and the few that are ours.
+
+Both spellings of every flag are taken (``--nproc-per-node``, ``--nproc_per_node``), and ``PET_NPROC_PER_NODE`` gives
+a default, as for torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.env import PET_PREFIX
+from phalanx.errors import UsageError
+from phalanx.ports import LOOPBACK
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One row: no ``metavar`` means a switch."""
+
+    name: str
+    help: str
+    metavar: str | None = None
+    default: Any = None
+    type: Any = str
+    short: str | None = None
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def variable(self) -> str:
+        return PET_PREFIX + self.name[2:].replace("-", "_").upper()
+
+
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+_EVERY = "stdout (1), stderr (2) or both (3)"
+
+TABLE: dict[str, tuple[Flag, ...]] = {
+    "how many processes": (
+        Flag("--nproc-per-node", "on each machine: a number, auto, cpu or gpu (default 1, or one a device)", "N"),
+        Flag("--nnodes", "machines (default 1)", "N|MIN:MAX", "1"),
+        Flag("--node-rank", "number of this machine (default 0)", "K", 0, int),
+        Flag("--devices", "the cards to use, counted within what is visible", "0,3"),
+        Flag("--virtual-local-rank", "every process sees its card as number 0, and LOCAL_RANK=0"),
+        Flag("--role", "ROLE_NAME for the workers", "NAME", "default"),
+    ),
+    "what to run": (
+        Flag("--module", "the script is a module's name, as for python -m", short="-m"),
+        Flag("--no-python", "the script is a program of any kind"),
+        Flag("--run-path", "run it with runpy.run_path; needs an absolute path"),
+    ),
+    "how to start": (
+        Flag("--start-method", "fork: torch is imported once for all; exec: by each; auto (default)", "HOW", "auto"),
+        Flag("--preload", "modules of yours to import once for all, before the fork", "A,B", ""),
+        Flag("--dry-run", "print the table of processes and start nothing"),
+    ),
+    "where they meet": (
+        Flag("--master-addr", "host of rank 0, for several machines", "HOST", LOOPBACK),
+        Flag("--master-port", "port of the store (default: a free one)", "PORT", None, int),
+        Flag("--standalone", "one machine and a free port, which is the default"),
+        Flag("--rdzv-backend", "static or c10d", "KIND", "static"),
+        Flag("--rdzv-endpoint", "where the machines meet", "HOST[:PORT]", ""),
+        Flag("--rdzv-id", "name of the run among others at the same endpoint", "NAME", "none"),
+        Flag("--rdzv-conf", "further settings of the meeting", "K=V,…", ""),
+        Flag("--local-addr", "address of this machine, for several machines", "HOST"),
+    ),
+    "when something goes wrong": (
+        Flag("--max-restarts", "start all ranks again after a failure, at most N times", "N", 0, int),
+        Flag("--shutdown-timeout", "seconds from asking ranks to end to killing them (default 10)", "S", 10.0, float),
+        Flag("--signals-to-handle", "signals that are passed on and end the run", "A,B", _SIGNALS),
+        Flag("--monitor-interval", "taken for torchrun's sake: faults are noticed at once", "S", 0.1, float),
+    ),
+    "output": (
+        Flag("--log-dir", "where run directories go (default runs); each has rank-N.log", "DIR", "runs"),
+        Flag("--redirects", f"{_EVERY} into files only, for all or some local ranks", "3|0:1,1:2", "0", short="-r"),
+        Flag("--tee", "the same, into files and onto the console", "3|0:1,1:2", "0", short="-t"),
+        Flag("--local-ranks-filter", "local ranks that are shown on the console", "0,1", ""),
+    ),
+}
+
+LAUNCH_TABLE: dict[str, tuple[Flag, ...]] = {
+    "torch.distributed.launch": (
+        Flag("--use-env", "hand the local rank over in LOCAL_RANK only, not as an argument"),
+        Flag(
+            "--local-rank-spelling",
+            "the argument that carries it (default auto: the one in the script's text)",
+            "HOW",
+            "auto",
+            choices=("auto", "local_rank", "local-rank"),
+        ),
+    ),
+}
+
+NOT_SUPPORTED = {
+    "--numa-binding": "bind with numactl and --no-python instead",
+    "--logs-specs": "the run directory has a log for each rank",
+    "--event-log-handler": "read agent.events.jsonl in the run directory",
+    "--duplicate-stdout-filters": "filter rank-N.log in the run directory",
+    "--duplicate-stderr-filters": "filter rank-N.log in the run directory",
+}
+
+_EXAMPLES = """\
+examples:
+  phalanx run --nproc-per-node 4 train.py --lr 0.1      four processes on this machine
+  phalanx run --nproc-per-node auto train.py            one for each card, or for each core
+  phalanx run --devices 0,3 train.py                    one on card 0, one on card 3
+  phalanx run --nproc-per-node 2 -m my.package          as `python -m` would run it
+  phalanx run --nnodes 3 --nproc-per-node 8 --dry-run train.py
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says its errors as phalanx does."""
+
+    def error(self, message: str):
+        for flag, instead in NOT_SUPPORTED.items():
+            if flag in message.replace("_", "-"):
+                raise UsageError(f"torchrun's {flag} is not supported; {instead}.")
+        raise UsageError(f"{message}. `{self.prog} --help` lists the flags.")
+
+
+def new_parser(tables: Mapping[str, tuple[Flag, ...]], environ: Mapping[str, str], prog: str) -> Parser:
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [flags] script.py [its arguments]",
+        description="Starts a training script in several processes and stays until they have ended.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for title, flags in tables.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            _add(parser, group, flag, environ.get(flag.variable))
+    parser.add_argument("training_script", metavar="script", help="the script, module or program")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, metavar="arguments", help="its arguments")
+    return parser
+
+
+def _add(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, from_environment: str | None) -> None:
+    names = [flag.short, flag.name] if flag.short else [flag.name]
+    settings: dict[str, Any]
+    if flag.metavar is None:
+        settings = {"action": "store_true", "default": from_environment == "1"}
+    else:
+        default = flag.default if from_environment is None else from_environment
+        settings = {"metavar": flag.metavar, "default": default, "type": flag.type, "choices": flag.choices}
+    added = group.add_argument(*names, help=flag.help, **settings)
+    # The second spelling works and stays out of --help, which is long enough.
+    parser._option_string_actions["--" + flag.name[2:].replace("-", "_")] = added

@@ -1,0 +1,173 @@
+"""``phalanx.spawn``: a function on several processes, with the contract of torch.multiprocessing.spawn.
+
+The processes are forked from a zygote, as under ``phalanx run``; they write to the caller's own standard streams.
+They find RANK and WORLD_SIZE in their environment, so `phalanx.init` works in the function without arguments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phalanx import ports
+from phalanx.diagnose.findings import find_cause
+from phalanx.errors import UsageError
+from phalanx.events import Ending
+from phalanx.launch import function as functions
+from phalanx.launch.member import Member
+from phalanx.launch.nursery import Nursery
+from phalanx.launch.spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
+from phalanx.launch.watch import Watch
+
+_GRACE = 10.0
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """Runs ``fn(rank, *args)`` in ``nprocs`` new processes.
+
+    With ``join`` it returns when all have ended, and raises torch.multiprocessing's ProcessRaisedException or
+    ProcessExitedException for the rank that failed first, with its traceback. Without, it returns a context with
+    ``join(timeout, grace_period)`` and ``pids()``. Works from a script's main module and from a notebook.
+    """
+    if start_method != "spawn":
+        raise UsageError(f"start_method is {start_method!r}; phalanx.spawn starts clean processes only ('spawn').")
+    if nprocs < 1:
+        raise UsageError(f"nprocs is {nprocs}; it must be at least 1.")
+    context = SpawnContext(fn, tuple(args), nprocs, daemon)
+    if not join:
+        return context
+    try:
+        while not context.join():
+            pass
+    except BaseException:
+        context.close()
+        raise
+    return None
+
+
+class SpawnContext:
+    """The running processes of one `spawn`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        nprocs: int,
+        daemon: bool,
+        nursery: Nursery | None = None,
+    ) -> None:
+        """``nursery``: one that is there already and stays; by default a new one, for this call alone."""
+        program = Program("function", getattr(fn, "__qualname__", repr(fn)))
+        spec = LaunchSpec(program, nproc_per_node=nprocs)
+        parcel, fds = functions.pack(fn, args, daemon)
+        self._own_nursery = nursery is None
+        self._nursery = nursery or _new_nursery()
+        self._selector = selectors.DefaultSelector()
+        self._watch = Watch(self._nursery, self._selector, _GRACE)
+        self._open = True
+        try:
+            self._nursery.fresh_store(wait=not self._own_nursery)
+            for place in placements([nprocs]):
+                self._start(spec, place, parcel, fds)
+            while not all(member.pid for member in self._watch.members.values()):
+                self._watch.turn(None)
+        except BaseException:
+            self.close()
+            raise
+        # As with multiprocessing: at the parent's exit, daemons are ended and others are waited for.
+        self._at_exit = self.close if daemon else self._join_at_exit
+        atexit.register(self._at_exit)
+
+    def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
+        assert self._nursery.address is not None
+        environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            # mp.spawn sets none of these; a function that chooses its own master must be heard.
+            environment.pop(name)
+            if name in os.environ:
+                environment[name] = os.environ[name]
+        package = os.memfd_create("function")
+        try:
+            os.write(package, parcel)
+            worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment)
+            self._watch.start(Member(place), worker, [0, 1, 2], [package, *fds])
+        finally:
+            os.close(package)
+
+    def pids(self) -> list[int]:
+        return [member.pid or 0 for member in self._watch.members.values()]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """True when all processes have ended well, False when the timeout passed; raises if one of them failed.
+
+        After a failure the others get SIGTERM, and SIGKILL after ``grace_period`` seconds.
+        """
+        if not self._open:
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._watch.all_exited:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            had_stopped = self._watch.stopping is not None
+            self._watch.turn(left)
+            if grace_period is not None and self._watch.stopping is not None and not had_stopped:
+                self._watch.stop(signal.SIGTERM, timeout=grace_period)
+        endings = self._watch.endings()
+        self.close()
+        if any(ending.failed for ending in endings):
+            _raise(find_cause(endings).cause)
+        return True
+
+    def close(self) -> None:
+        """Ends whatever still runs, and the helpers."""
+        if not self._open:
+            return
+        self._open = False
+        if hasattr(self, "_at_exit"):
+            atexit.unregister(self._at_exit)
+        if self._own_nursery:
+            self._nursery.close()
+        else:
+            self._watch.abandon()
+        self._watch.close()
+        self._selector.close()
+
+    def _join_at_exit(self) -> None:
+        if self._open:
+            self.join()
+
+
+def _new_nursery() -> Nursery:
+    with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
+        return Nursery(os.environ, listener=listener)
+
+
+def _raise(cause: Ending) -> None:
+    """mp.spawn's own exceptions, so that code which catches them keeps working."""
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+    if cause.error is not None and cause.error.type != "SystemExit":
+        text = f"\n\n-- Process {cause.rank} terminated with the following error:\n{cause.error.traceback}"
+        raise ProcessRaisedException(text, cause.rank, cause.pid)
+    if cause.signal is not None:
+        name = signal.Signals(cause.signal).name
+        raise ProcessExitedException(
+            f"process {cause.rank} terminated with signal {name}", cause.rank, cause.pid, -cause.signal, name
+        )
+    raise ProcessExitedException(
+        f"process {cause.rank} terminated with exit code {cause.status}", cause.rank, cause.pid, cause.status
+    )

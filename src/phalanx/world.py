@@ -1,0 +1,280 @@
+"""JOIN: `init` brings this process into the world of all ranks; `World` says where it stands there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from phalanx import cluster
+from phalanx.cluster import Situation
+from phalanx.cluster.situation import check_rank
+from phalanx.errors import UsageError
+from phalanx.join import Claim, Meeting, meet, open_store
+
+if TYPE_CHECKING:
+    import torch
+
+_JOIN_TIMEOUT = 60.0
+_LEAVE_TIMEOUT = 10.0
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of this process among all of them. A context manager: leaving it leaves the process group."""
+
+    rank: int
+    """Number of this process among all, from 0."""
+    size: int
+    """Number of processes in all (world_size)."""
+    local_rank: int
+    """Number of this process on its node; also the number of its card."""
+    local_size: int
+    """Number of processes on this node (nproc_per_node)."""
+    node: int
+    """Number of this node (node_rank)."""
+    nodes: int
+    """Number of nodes (nnodes)."""
+    device: torch.device
+    backend: str
+    master: str
+    """Where the ranks met: ``host:port``, a file, or ``none`` for a world of one."""
+    launcher: str
+    """What started this process: torchrun (and phalanx run), slurm, openmpi, single."""
+    _meeting: Meeting | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints and saves."""
+        return self.rank == 0
+
+    @property
+    def store(self) -> Any:
+        """The key-value store all ranks share; None in a world of one."""
+        return self._meeting.store if self._meeting else None
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        """Who the ranks are: host and pid of each."""
+        return self._meeting.claims if self._meeting else ()
+
+    def close(self) -> None:
+        """Leaves the process group; harmless when it has been left already."""
+        _leave(self, in_peace=True)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _leave(self, in_peace=kind is None)
+
+
+_current: World | None = None
+
+
+def init(
+    backend: str | None = None,
+    init_method: str | None = None,
+    world_size: int | None = None,
+    rank: int | None = None,
+    store: Any = None,
+    timeout: float | timedelta | None = None,
+    device: str | torch.device | None = None,
+    seed: int | None = None,
+) -> World:
+    """Joins the process group and returns this process's place in it.
+
+    Everything may be left out: the values come from whatever started the process (phalanx run, torchrun, srun,
+    mpirun), and from nothing at all for a world of one, so that ``python train.py`` works too.
+
+    Args:
+        backend: ``nccl``, ``gloo``, ``mpi``, or what fits the device.
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        world_size, rank: given, or found.
+        store: a torch store that all ranks share, instead of an init_method.
+        timeout: seconds that a collective may take (torch's default: 30 minutes). Joining has at most 60 s.
+        device: ``cpu``, ``cuda``, ``cuda:1``; by default the card of this local rank if there is one.
+        seed: seeds python, numpy and torch with ``seed + rank``.
+    """
+    global _current
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        raise UsageError("the process group exists already; call px.init() once, or leave its `with` block first.")
+    situation = _settle(cluster.find(os.environ), rank, world_size)
+    place = _device(device, situation)
+    name = _backend(backend, place)
+    limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    meeting, where = _meet(situation, init_method, store, min(limit or _JOIN_TIMEOUT, _JOIN_TIMEOUT))
+    options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
+    if place.type == "cuda":
+        options["device_id"] = place
+    dist.init_process_group(name, store=meeting.store, rank=situation.rank, world_size=situation.world_size, **options)
+    if seed is not None:
+        _sow(seed + situation.rank)
+    s = situation
+    _current = World(
+        s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
+    )
+    return _current
+
+
+def current() -> World:
+    """The world that was joined, by `init` or by torch.distributed itself; without either, what the launcher says."""
+    import torch.distributed as dist
+
+    if _current is not None:
+        return _current
+    s = cluster.find(os.environ)
+    device = _device(None, s)
+    if dist.is_initialized():
+        s = _settle(s, dist.get_rank(), dist.get_world_size())
+        shared = dist.distributed_c10d._get_default_store()
+        meeting = Meeting(shared, (), hosted_here=False)
+        backend = dist.get_backend()
+        return World(
+            s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, device, backend, "", s.kind, meeting
+        )
+    if s.world_size > 1:
+        raise UsageError(f"this is rank {s.rank} of {s.world_size}, but it has not joined yet; call px.init() first.")
+    return World(0, 1, 0, 1, 0, 1, device, "none", "none", s.kind)
+
+
+def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situation:
+    """Arguments beat what the launcher says; a place given by hand is taken to be on one machine."""
+    from dataclasses import replace
+
+    if rank is None and world_size is None:
+        return found
+    if rank is None:
+        if world_size != found.world_size and found.kind == "single" and world_size != 1:
+            raise UsageError(f"world_size={world_size} was given without a rank; give rank=… as well.")
+        rank = found.rank
+    if world_size is None:
+        if found.kind == "single" and rank != 0:
+            raise UsageError(f"rank={rank} was given without a world size; give world_size=… as well.")
+        world_size = found.world_size
+    check_rank(rank, world_size)
+    if (rank, world_size) == (found.rank, found.world_size):
+        return found
+    return replace(found, rank=rank, world_size=world_size, local_rank=rank, local_size=world_size, node=0, nodes=1)
+
+
+def _device(asked: str | torch.device | None, situation: Situation) -> torch.device:
+    import torch
+
+    try:
+        device = torch.device(asked) if asked is not None else None
+    except RuntimeError:
+        raise UsageError(f"device {asked!r} is unknown to torch; give cpu, cuda or cuda:N.") from None
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or (device.index is not None and device.index >= count):
+        raise UsageError(f"device {device} was asked for, but torch sees {count} card(s); use cpu, or free a card.")
+    index = device.index if device.index is not None else situation.local_rank % count
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _backend(asked: str | None, device: torch.device) -> str:
+    import torch.distributed as dist
+
+    if asked is None:
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if asked == "mpi" and not dist.is_mpi_available():
+        raise UsageError("backend 'mpi': this torch was built without MPI; build torch with it, or use gloo.")
+    if asked == "nccl" and device.type != "cuda":
+        raise UsageError(f"backend 'nccl' needs a CUDA device, but this rank is on {device}; use gloo.")
+    if asked in available and not available[asked]():
+        raise UsageError(f"backend {asked!r}: this torch was built without it; leave it out to get one that fits.")
+    if asked not in available and asked not in dist.Backend.backend_list and ":" not in asked:
+        raise UsageError(f"backend {asked!r} is unknown; torch here has {', '.join(dist.Backend.backend_list[1:])}.")
+    return asked
+
+
+def _meet(situation: Situation, init_method: str | None, store: Any, timeout: float) -> tuple[Meeting, str]:
+    if store is not None:
+        if init_method is not None:
+            raise UsageError(f"both a store and init_method={init_method!r} were given; give one of them.")
+        where, hosted = type(store).__name__, False
+    else:
+        method = init_method or "env://"
+        up = False
+        if method.startswith("env://"):
+            if situation.world_size == 1 and situation.master is None:
+                return _alone(situation)
+            if situation.master is None:
+                raise UsageError(
+                    f"rank {situation.rank} of {situation.world_size} does not know where to meet; "
+                    "set MASTER_ADDR and MASTER_PORT, or give init_method='tcp://host:port'."
+                )
+            host, port = situation.master
+            method = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+            up = situation.store_is_up
+        where = method.partition("://")[2]
+        store, hosted = open_store(method, situation.rank, situation.world_size, up, timeout)
+    return meet(_for_this_attempt(store), situation.rank, situation.world_size, timeout, hosted), where
+
+
+def _alone(situation: Situation) -> tuple[Meeting, str]:
+    from torch.distributed import HashStore
+
+    return meet(HashStore(), situation.rank, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
+
+
+def _for_this_attempt(store: Any) -> Any:
+    """torchrun's store outlives a restart, with the keys of the dead; each attempt reads its own."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _sow(seed: int) -> None:
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _leave(world: World, *, in_peace: bool) -> None:
+    """Leaves the group. After an exception nobody is waited for: the others learn of it by the closed connections."""
+    global _current
+    import torch.distributed as dist
+
+    if _current is not world:
+        return
+    _current = None
+    if not dist.is_initialized():
+        return
+    if not in_peace and world.device.type == "cuda":
+        dist.distributed_c10d._abort_process_group()  # an orderly end would wait for kernels that never finish
+        return
+    meeting = world._meeting
+    if in_peace and meeting is not None and meeting.store is not None and world.size > 1:
+        _say_goodbye(meeting, world.size)
+    dist.destroy_process_group()
+
+
+def _say_goodbye(meeting: Meeting, size: int) -> None:
+    """A rank that hosts the store leaves last, or the others could lose it in the middle of their last words."""
+    from torch.distributed import DistStoreError
+
+    if meeting.store.add("phalanx/left", 1) % size == 0:
+        meeting.store.set("phalanx/all left", "yes")
+    if meeting.hosted_here:
+        try:
+            meeting.store.wait(["phalanx/all left"], timedelta(seconds=_LEAVE_TIMEOUT))
+        except DistStoreError:
+            return  # somebody is gone without a word; that is for the launcher to tell
