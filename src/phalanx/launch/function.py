@@ -13,7 +13,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
-from multiprocessing.context import set_spawning_popen  # pyright: ignore[reportAttributeAccessIssue]
+from multiprocessing.context import set_spawning_popen
 from typing import Any
 
 import cloudpickle
@@ -45,7 +45,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> t
     # The tracker must run before the children, or each would start its own and unlink what others use.
     tracker = resource_tracker.getfd()
     assert tracker is not None
-    set_spawning_popen(parcel)
+    set_spawning_popen(parcel)  # pyright: ignore[reportArgumentType]
     try:
         body = _dump((function, args), by_value=preparation is None)
     finally:
