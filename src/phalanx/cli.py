@@ -49,6 +49,8 @@ def _say_errors(command: Callable[[], int]) -> int:
     except PhalanxError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(arguments: list[str]) -> int:

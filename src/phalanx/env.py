@@ -53,6 +53,8 @@ _READ = {
     "SLURM_NODEID": "SLURM: node",
     "SLURM_NNODES": "SLURM: number of nodes",
     "SLURM_TASKS_PER_NODE": "SLURM: local world sizes, such as 4(x2),2",
+    "SLURM_STEP_NUM_TASKS": "SLURM: world size of the running step",
+    "SLURM_PTY_PORT": "SLURM: present in a shell with a terminal, which is no task",
     "SLURM_STEP_TASKS_PER_NODE": "SLURM: the same for the running step",
     "SLURM_STEP_NODELIST": "SLURM: hosts of the step; the first is the master",
     "SLURM_JOB_NODELIST": "SLURM: hosts of the allocation",
@@ -63,13 +65,14 @@ _READ = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI: world size",
     "OMPI_COMM_WORLD_LOCAL_RANK": "Open MPI: local rank",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "Open MPI: local world size",
-    "OMPI_COMM_WORLD_NODE_RANK": "Open MPI: present when the launcher is Open MPI",
     "PMI_RANK": "MPICH, Intel MPI: rank",
     "PMI_SIZE": "MPICH, Intel MPI: world size",
     "MPI_LOCALRANKID": "MPICH, Intel MPI: local rank",
     "MPI_LOCALNRANKS": "MPICH, Intel MPI: local world size",
     "PYTHON_EXEC": "the interpreter for the workers, as torchrun reads it",
     "NO_COLOR": "no colours on the console",
+    "CONDA_PREFIX": "where the active conda environment is; for --dry-run",
+    "CONDA_DEFAULT_ENV": "its name",
 }
 
 _BOTH = (

@@ -12,6 +12,7 @@ The files are the only interface between a run and what reports on it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -120,7 +121,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         try:
             json.dump(content, file, indent=2, default=str)
             file.write("\n")
-            file.close()
+            file.flush()
             Path(file.name).replace(path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
@@ -133,10 +134,6 @@ def error_path(run_directory: Path, rank: int) -> Path:
 
 def log_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"rank-{rank}.log"
-
-
-def write_error(run_directory: Path, record: ErrorRecord) -> None:
-    write_json(error_path(run_directory, record.rank), dataclasses.asdict(record))
 
 
 def read_error(run_directory: Path, rank: int) -> ErrorRecord | None:
@@ -154,14 +151,18 @@ def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:
 
 
 class EventLog:
-    """Appends events as JSON lines. Each line is one write, so a reader never sees half of one."""
+    """Appends events as JSON lines. Each line is one write, so a reader never sees half of one.
+
+    A full disk ends the file, not the run.
+    """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def write(self, event: str, **fields: Any) -> None:
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
-        os.write(self._fd, line.encode() + b"\n")
+        with contextlib.suppress(OSError):
+            os.write(self._fd, line.encode() + b"\n")
 
     def close(self) -> None:
         os.close(self._fd)

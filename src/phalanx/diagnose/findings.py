@@ -27,7 +27,7 @@ class Verdict:
     victims: tuple[int, ...]
     """Ranks that ended because of it, by an error of their own or because they were stopped."""
     left_early: tuple[int, ...]
-    """Ranks that had ended normally before, when the cause is itself only a lost connection."""
+    """Ranks that ended normally, when the cause is itself only a lost connection: perhaps to one of them."""
 
 
 def is_consequence(error: ErrorRecord) -> bool:
@@ -46,5 +46,5 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
     victims = tuple(sorted(ending.rank for ending in failures if ending is not cause))
     left_early = ()
     if not causes:
-        left_early = tuple(e.rank for e in endings if not e.failed and e.time <= cause.time)
+        left_early = tuple(ending.rank for ending in endings if not ending.failed and not ending.asked)
     return Verdict(cause, victims, left_early)

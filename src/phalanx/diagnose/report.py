@@ -44,7 +44,7 @@ def failure_block(
         lines.append("  the last it printed:")
         lines += [_clip(f"    {line}") for line in cause.tail]
     if verdict.left_early:
-        lines.append(f"  {_ranks(verdict.left_early)} had already ended normally: did the ranks run different steps?")
+        lines.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")
     if verdict.victims:
         lines.append(f"  {_ranks(verdict.victims)} fell with it")
     lines.append(f"  {'traceback and ' if cause.error else ''}output: {shorten_path(str(log))}")

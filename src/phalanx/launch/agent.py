@@ -29,6 +29,7 @@ from phalanx.launch.spec import LaunchSpec, WorkerSpec, placements, worker_envir
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
+_WRAPPING = ("DistributedDataParallel", "data_parallel(", "torch.compile")
 
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
@@ -72,13 +73,13 @@ class Agent:
     def run(self) -> int:
         """From the first process to the last; returns the exit code."""
         spec = self._spec
-        self._announce()
         restore = self._take_signals()
         try:
+            self._announce()
             self._nursery = Nursery(
                 self._environ,
                 start_method="exec" if spec.program.kind == "command" else spec.start_method,
-                preload=spec.preload,
+                preload=(*late_imports(spec), *spec.preload),
                 script_directory=script_directory(spec),
                 listener=self._listener,
             )
@@ -120,7 +121,7 @@ class Agent:
             "prefix": sys.prefix,
             "spec": dataclasses.asdict(spec),
         }
-        events.write_json(self._directory / "run.json", content)
+        self._keep("run.json", content)
 
     # ---- attempts
 
@@ -162,7 +163,7 @@ class Agent:
         endings = self._watch.endings()
         for ending in endings:
             if ending.error is not None:
-                events.write_error(self._directory, ending.error)
+                self._keep(f"error-{ending.rank}.json", dataclasses.asdict(ending.error))
         self._watch.close()
         return endings
 
@@ -256,7 +257,7 @@ class Agent:
             "victims": verdict.victims if verdict else (),
             "ranks": [dataclasses.asdict(ending) for ending in endings],
         }
-        events.write_json(self._directory / "report.json", content)
+        self._keep("report.json", content)
         self._log.write("ended", exit_code=exit_code)
         if verdict is not None:
             block = report.failure_block(
@@ -269,6 +270,13 @@ class Agent:
             )
             self._say(block)
         return exit_code
+
+    def _keep(self, name: str, content: Mapping[str, object]) -> None:
+        """A file of the run directory. That it cannot be written is said, and is no reason to stop a run."""
+        try:
+            events.write_json(self._directory / name, content)
+        except OSError as error:
+            self._say([f"cannot write {name} into {report.shorten_path(str(self._directory))}: {error.strerror}."])
 
     def _say(self, lines: list[str]) -> None:
         text = "phalanx: " + "\n".join(lines) + "\n"
@@ -308,6 +316,20 @@ def script_directory(spec: LaunchSpec) -> str | None:
         target = Path(spec.program.target).resolve()
         return str(target if target.is_dir() else target.parent)
     return None
+
+
+def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
+    """What torch itself imports late, in every rank, when a model is wrapped: better once, before the fork.
+
+    A look at the script's text decides. A wrong guess costs a second or two, and nothing else.
+    """
+    if spec.nproc_per_node == 1 or spec.program.kind != "script":
+        return ()
+    try:
+        text = Path(spec.program.target).read_text(errors="replace")
+    except OSError:
+        return ()  # a directory or an archive
+    return ("torch._dynamo",) if any(word in text for word in _WRAPPING) else ()
 
 
 def _standard_input() -> int:

@@ -46,8 +46,8 @@ class Disguise:
         return Disguise(list(sys.path), frozenset(sys.modules), dict(os.environ))
 
     @contextlib.contextmanager
-    def script_directory_visible(self, directory: str | None) -> Iterator[None]:
-        """For --preload: the user's own modules lie beside the script."""
+    def visible(self, directory: str | None) -> Iterator[None]:
+        """The script's directory, for --preload: the user's own modules lie there."""
         if directory is not None:
             sys.path.insert(0, directory)
         try:
@@ -57,7 +57,9 @@ class Disguise:
                 sys.path.remove(directory)
 
     def note_imports(self) -> None:
-        self.roots = frozenset(name.partition(".")[0] for name in sys.modules if name not in self.modules) - {"phalanx"}
+        new = {name.partition(".")[0] for name in sys.modules if name not in self.modules}
+        # multiprocessing enters the main module under a second name; it is no package of anybody's.
+        self.roots = frozenset(new - {"phalanx", "__mp_main__"})
 
     def shadowed_by(self, directory: str | None) -> str | None:
         """A module beside the script that a fresh interpreter would have imported in place of one loaded here."""
@@ -104,7 +106,8 @@ class Disguise:
             name for name in {*self.environment, *os.environ} if self.environment.get(name) != os.environ.get(name)
         }
         if "OMP_NUM_THREADS" in changed and os.environ.get("OMP_NUM_THREADS", "").isdigit():
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            # torch takes no more at its start than there are cores.
+            torch.set_num_threads(min(int(os.environ["OMP_NUM_THREADS"]), os.cpu_count() or 1))
         if "TORCH_DISTRIBUTED_DEBUG" in changed:
             torch.distributed.set_debug_level_from_env()
         if {"TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT"} & changed:

@@ -142,9 +142,13 @@ class Watch:
         assert self.stopping is not None
         for number in self.stopping.due(now):
             for member in self.members.values():
-                # One that has told its error is on its way out; it may finish its clean-up until the last moment.
-                if member.pid is None or member.exited or (member.error and number != signal.SIGKILL):
+                if member.pid is None or member.exited or (_is_cleaning_up(member) and number != signal.SIGKILL):
                     continue
                 if member.asked_at is None:
                     member.asked_at = time.time()
                 self._nursery.signal(member.pid, number)
+
+
+def _is_cleaning_up(member: Member) -> bool:
+    """It failed by itself and is on its way out: what it does until then may be worth the shutdown timeout."""
+    return member.error is not None and not is_consequence(member.error)

@@ -195,8 +195,11 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
 def _users_hook() -> Callable[..., Any] | None:
     """The exception hook that the script installed. torch.distributed wraps a prefix around whatever it finds."""
     hook = sys.excepthook
-    if getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
-        hook = inspect.getclosurevars(hook).nonlocals.get("old_excepthook", hook)
+    while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        wrapped = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+        if wrapped is None:
+            return None
+        hook = wrapped
     return None if hook is sys.__excepthook__ else hook
 
 

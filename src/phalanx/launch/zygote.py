@@ -76,8 +76,9 @@ class _Zygote:
 
     def _import(self) -> None:
         for name in (*_TORCH, *self.setup["preload"]):
+            directory = None if name in _TORCH else self.setup["script_directory"]
             try:
-                with self.disguise.script_directory_visible(self.setup["script_directory"]):
+                with self.disguise.visible(directory):
                     importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
                 self.channel.send(

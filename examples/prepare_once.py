@@ -1,0 +1,46 @@
+"""Data that is prepared once: rank 0 goes first and writes the file, the others then find it.
+
+    phalanx run --nproc-per-node 4 examples/prepare_once.py --data /tmp/phalanx-data
+
+Started a second time, rank 0 finds it too. If /tmp/phalanx-data is a disk of each machine's own, rank 0's file is not
+there for the others: px.rank_zero_first(local=True) lets one rank of each machine go first.
+"""
+
+import argparse
+import zlib
+from pathlib import Path
+
+import torch
+
+import phalanx as px
+
+
+def prepare(directory: Path, rank: int) -> Path:
+    """The file of the dataset, which is written if it is not there."""
+    path = directory / "dataset.pt"
+    if path.exists():
+        print(f"rank {rank} finds it prepared")
+        return path
+    print(f"rank {rank} prepares")
+    directory.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    unfinished = path.with_suffix(".unfinished")
+    torch.save({"inputs": torch.randn(1000, 8, generator=generator)}, unfinished)
+    unfinished.rename(path)  # there at once and whole, or not at all, even if this process is killed
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="where the dataset is kept")
+    args = parser.parse_args()
+    with px.init() as world:
+        with px.rank_zero_first():
+            path = prepare(args.data, world.rank)
+        inputs = torch.load(path, weights_only=True)["inputs"]
+        checksum = zlib.crc32(inputs.numpy().tobytes())
+        print(f"rank {world.rank} has {tuple(inputs.shape)}, checksum {checksum:08x}")
+
+
+if __name__ == "__main__":
+    main()

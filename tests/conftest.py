@@ -1,0 +1,166 @@
+"""Shared by all tests: running the command line for real, and the leak police."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx import testing
+
+REPOSITORY = Path(__file__).parents[1]
+_MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
+os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
+# Nothing of the machine that runs the tests may reach into them.
+for _name in list(os.environ):
+    if _name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or _name in ("RANK", "WORLD_SIZE"):
+        del os.environ[_name]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def lines(self) -> list[str]:
+        return self.out.splitlines()
+
+    @property
+    def complaint(self) -> list[str]:
+        """What phalanx said at the end: from its last `phalanx:` line on."""
+        lines = self.err.splitlines()
+        starts = [index for index, line in enumerate(lines) if line.startswith("phalanx: ")]
+        return lines[starts[-1] :] if starts else []
+
+
+Runner = Callable[..., Outcome]
+
+
+def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None, **options) -> subprocess.Popen[str]:
+    """A command of this Python, in a process of its own."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=cwd, env={**os.environ, **(env or {})}, text=True, **options
+    )
+
+
+@pytest.fixture
+def phalanx(tmp_path: Path) -> Runner:
+    """Runs ``phalanx …`` in the test's own directory."""
+
+    def run(*arguments: str, env: dict[str, str] | None = None, timeout: float = 60, **options) -> Outcome:
+        started = time.monotonic()
+        with start("-m", "phalanx", *arguments, cwd=tmp_path, env=env, **options) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return Outcome(process.returncode, out or "", err or "", time.monotonic() - started)
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., str]:
+    """Writes a script into the test's directory and returns its name."""
+
+    def write(text: str, name: str = "train.py") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return name
+
+    return write
+
+
+@pytest.fixture
+def latest(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "latest"
+
+
+def marked_processes() -> set[int]:
+    """Every process that descends from this test session, whoever its parent is by now."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and _MARK.encode() in _environ(process.pid):
+                found.add(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def _environ(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+def _helpers() -> set[int]:
+    """The helper of `run_ranks` stays between tests, on purpose."""
+    if testing._warm is None:
+        return set()
+    zygote = psutil.Process(testing._warm._process.pid)
+    return {zygote.pid, *(child.pid for child in zygote.children(recursive=True))}
+
+
+def _belongings() -> dict[str, set]:
+    descriptors = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            descriptors[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+    return {
+        "processes": marked_processes() - _helpers(),
+        "threads": {thread.name for thread in threading.enumerate()},
+        "descriptors": {f"{fd} {what}" for fd, what in descriptors.items() if "/proc/" not in what},
+        "shared memory": set(os.listdir("/dev/shm")),
+        "environment": {f"{k}={v}" for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+    }
+
+
+@pytest.fixture(autouse=True)
+def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves a process, thread, descriptor, segment or variable behind has failed."""
+    uses_helper = "run_ranks" in request.fixturenames
+    if uses_helper:
+        testing._warm_nursery()
+    before = _belongings()
+    yield
+    deadline = time.monotonic() + 1.0
+    while True:
+        after = _belongings()
+        left = {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
+        if not left or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for pid in left.get("processes", ()):
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"left over: {left}"
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., list]:
+    return testing.run_ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_helper() -> Iterator[None]:
+    yield
+    testing.close()

@@ -1,0 +1,239 @@
+"""For the script, a forked worker is like a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Runner
+
+PROBE = Path(__file__).with_name("probe.py")
+RANKS = 2
+# Against plain `python script.py`: what a launcher changes on purpose.
+CHANGED_BY_A_LAUNCHER = {
+    *("environment", "torch threads", "stdin", "stdout", "stderr", "session leader", "descriptors", "faulthandler"),
+    "frames",
+}
+
+
+def probe(phalanx: Runner, tmp_path: Path, method: str, *how: str, flags: tuple[str, ...] = ()) -> list[dict]:
+    out = tmp_path / method
+    stdin = tmp_path / "stdin.txt"
+    stdin.write_text("a line\n")
+    with stdin.open() as file:
+        outcome = phalanx(
+            "run",
+            "--nproc-per-node",
+            str(RANKS),
+            "--start-method",
+            method,
+            *flags,
+            *how,
+            str(out),
+            "--lr",
+            "1",
+            stdin=file,
+        )
+    assert outcome.code == 0, outcome.err
+    for rank in range(RANKS):
+        printed = [line for line in outcome.lines if line.startswith(f"[rank {rank}]")]
+        assert [line.partition("] ")[2] for line in printed] == ["probed", "thread ran", "atexit ran"]
+    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_the_same_probe_both_ways(kind: str, phalanx: Runner, tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").touch()
+    shutil.copy(PROBE, tmp_path / "pkg" / "probe.py")
+    how = ["-m", "pkg.probe"] if kind == "module" else ["pkg/probe.py"]
+    forked = probe(phalanx, tmp_path, "fork", *how)
+    fresh = probe(phalanx, tmp_path, "exec", *how)
+    for ours, theirs in zip(forked, fresh, strict=True):
+        # The two probes share one standard input, so only one of the ranks can read the line.
+        for facts in (ours["facts"], theirs["facts"]):
+            assert facts.pop("stdin") in ("a line\n", "")
+        differing = {name for name in theirs["facts"] if ours["facts"].get(name) != theirs["facts"][name]}
+        assert not differing, {name: (ours["facts"].get(name), theirs["facts"][name]) for name in differing}
+    numbers = [number for result in (*forked, *fresh) for number in result["random"]["random"]]
+    assert len(set(numbers)) == len(numbers), "random states must differ between processes"
+    assert len({result["random"]["authkey"] for result in (*forked, *fresh)}) == 2 * RANKS
+    if kind == "script":
+        plain = plain_probe(tmp_path, how[0])
+        differing = {
+            name for name in plain if name not in CHANGED_BY_A_LAUNCHER and forked[0]["facts"][name] != plain[name]
+        }
+        assert not differing, {name: (forked[0]["facts"][name], plain[name]) for name in differing}
+
+
+def plain_probe(tmp_path: Path, name: str) -> dict:
+    """`python script.py`, without any launcher."""
+    variables = ("RANK", "PHALANX_RUN_TOKEN", "PHALANX_RUN_DIR", "TORCHELASTIC_RUN_ID")
+    subprocess.run(
+        [sys.executable, name, str(tmp_path / "plain"), "--lr", "1"],
+        cwd=tmp_path,
+        env={**os.environ, **dict.fromkeys(variables, "0")},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+    )
+    return json.loads((tmp_path / "plain.0.json").read_text())["facts"]
+
+
+def test_interpreter_flags_reach_the_workers(phalanx: Runner, script, tmp_path: Path) -> None:
+    name = script("import sys; print(sys.flags.optimize, sys.flags.dev_mode, 'once' in sys.warnoptions)")
+    for method in ("fork", "exec"):
+        command = [
+            sys.executable,
+            "-O",
+            "-X",
+            "dev",
+            "-W",
+            "once",
+            "-m",
+            "phalanx",
+            "run",
+            "--start-method",
+            method,
+            name,
+        ]
+        got = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert got.stdout == "1 True True\n"
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("pass", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('a reason')", 1),
+        ("raise ValueError('x')", 1),
+        ("import os; os._exit(9)", 9),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("raise KeyboardInterrupt", 130),
+    ],
+)
+def test_exit_codes(method: str, line: str, code: int, phalanx: Runner, script) -> None:
+    assert phalanx("run", "--start-method", method, script(line)).code == code
+
+
+@pytest.mark.parametrize("threads", ["1", "5"])
+def test_settings_made_before_the_import_are_heard(threads: str, phalanx: Runner, script) -> None:
+    name = script(
+        f"""
+        import os
+        os.environ["OMP_NUM_THREADS"] = "{threads}"
+        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        import torch
+        print(torch.get_num_threads(), torch.distributed.get_debug_level().name)
+        """
+    )
+    forked, fresh = (phalanx("run", "--start-method", method, name).out for method in ("fork", "exec"))
+    assert forked == fresh
+    assert forked.endswith(" DETAIL\n")
+
+
+def test_a_setting_that_comes_too_late_is_said(phalanx: Runner, script) -> None:
+    name = script("import os; os.environ['KMP_AFFINITY'] = 'none'; import torch")
+    outcome = phalanx("run", name)
+    assert outcome.code == 0
+    assert "KMP_AFFINITY" in outcome.err
+    assert "--start-method exec" in outcome.err
+
+
+def test_numpys_threads_are_those_of_a_fresh_process(phalanx: Runner, script) -> None:
+    name = script(
+        "import numpy, os; (numpy.ones((300, 300)) @ numpy.ones((300, 300))); print(len(os.listdir('/proc/self/task')))"
+    )
+    counts = [phalanx("run", "--start-method", method, name).out for method in ("fork", "exec")]
+    assert counts[0] == counts[1]
+
+
+def test_a_module_beside_the_script_that_shadows_torchs_is_imported(phalanx: Runner, script) -> None:
+    script("value = 42", name="typing_extensions_shadow.py")
+    script("answer = 42", name="sympy.py")
+    assert phalanx("run", script("import sympy; print(sympy.answer)")).out == "42\n"
+    script("import sys; answer = 43", name="numpy.py")
+    outcome = phalanx("run", script("import numpy; print(numpy.answer)"))
+    assert outcome.out == "43\n", outcome.err
+    assert "numpy.py has the name of a module" in outcome.err
+    refused = phalanx("run", "--start-method", "fork", script("print('no')"))
+    assert refused.code != 0
+    assert "--start-method fork is not possible" in refused.err
+
+
+def test_preload(phalanx: Runner, script) -> None:
+    script("import os; pid = os.getpid(); print('loaded')", name="heavy.py")
+    name = script("import sys; assert 'heavy' not in sys.modules; import heavy, os; print(heavy.pid != os.getpid())")
+    outcome = phalanx("run", "--nproc-per-node", "2", "--preload", "heavy", name)
+    assert sorted(outcome.lines) == ["[rank 0] True", "[rank 1] True", "loaded"], outcome.err
+
+
+def test_a_preload_that_starts_threads_falls_back_to_exec(phalanx: Runner, script) -> None:
+    script(
+        "import threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", name="busy.py"
+    )
+    outcome = phalanx("run", "--preload", "busy", script("print('ran')"))
+    assert outcome.out == "ran\n"
+    assert "each rank imports torch by itself" in outcome.err
+    assert "busy" in outcome.err
+
+
+def test_a_preload_that_cannot_be_imported(phalanx: Runner, script) -> None:
+    outcome = phalanx("run", "--preload", "no_such_thing", script("print('no')"))
+    assert (outcome.code, outcome.out) == (1, "")
+    assert len(outcome.err.splitlines()) == 1
+    assert "cannot import no_such_thing" in outcome.err
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+def test_pdb_talks_through_standard_input(method: str, phalanx: Runner, script, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("p 6 * 7\nc\n")
+    name = script("x = 1\nbreakpoint()\nprint('after')")
+    with (tmp_path / "keys").open() as keys:
+        outcome = phalanx("run", "--start-method", method, name, stdin=keys)
+    assert outcome.code == 0
+    assert "(Pdb) 42" in outcome.out
+    assert "after" in outcome.out
+
+
+@pytest.mark.parametrize("method", ["fork", "exec"])
+def test_coverage_of_a_worker(method: str, phalanx: Runner, script, tmp_path: Path) -> None:
+    import coverage
+
+    name = script("import torch\nif torch.ones(1).item() == 2:\n    print('never')\nprint('ran')")
+    data = tmp_path / "data"
+    outcome = phalanx("run", "--start-method", method, "-m", "coverage", "run", f"--data-file={data}", name)
+    assert outcome.out == "ran\n", outcome.err
+    measured = coverage.CoverageData(str(data))
+    measured.read()
+    assert measured.lines(str(tmp_path / name)) == [1, 2, 4]
+
+
+def test_program_of_any_kind(phalanx: Runner) -> None:
+    outcome = phalanx("run", "--nproc-per-node", "2", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert sorted(outcome.lines) == ["[rank 0] 0 of 2", "[rank 1] 1 of 2"]
+
+
+def test_run_path_and_directories_and_zip_files(phalanx: Runner, script, tmp_path: Path) -> None:
+    script("import sys; print(__name__, sys.argv[1:])", name="app/__main__.py")
+    assert phalanx("run", "app", "x").out == "__main__ ['x']\n"
+    shutil.make_archive(str(tmp_path / "zipped"), "zip", tmp_path / "app")
+    assert phalanx("run", "zipped.zip", "y").out == "__main__ ['y']\n"
+    assert phalanx("run", "--run-path", str(tmp_path / "app" / "__main__.py"), "z").out == "__main__ ['z']\n"
+
+
+def test_another_interpreter(phalanx: Runner, script, tmp_path: Path) -> None:
+    other = tmp_path / "other-python"
+    other.write_text(f'#!/bin/sh\necho wrapped\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    outcome = phalanx("run", script("print('ran')"), env={"PYTHON_EXEC": str(other)})
+    assert outcome.lines == ["wrapped", "ran"]
+    assert "the interpreter is" in outcome.err

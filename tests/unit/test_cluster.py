@@ -1,0 +1,121 @@
+"""What each kind of launcher says, and what must not be mistaken for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import cluster
+from phalanx.cluster import slurm
+from phalanx.errors import UsageError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+SRUN = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "9",
+    "SLURM_NTASKS": "10",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),2",
+    "SLURM_STEP_NODELIST": "node[03-05]",
+    "SLURM_JOB_NAME": "train",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+
+
+def test_torchrun() -> None:
+    found = cluster.find(TORCHRUN)
+    assert (found.kind, found.rank, found.world_size, found.local_rank, found.local_size) == ("torchrun", 5, 8, 1, 4)
+    assert (found.node, found.nodes, found.master, found.store_is_up) == (1, 2, ("10.0.0.1", 29500), True)
+
+
+def test_rank_and_world_size_by_hand_mean_one_machine() -> None:
+    found = cluster.find({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (found.local_rank, found.local_size, found.master, found.store_is_up) == (1, 2, None, False)
+
+
+def test_slurm_task() -> None:
+    found = cluster.find(SRUN)
+    assert (found.kind, found.rank, found.world_size, found.local_rank, found.local_size) == ("slurm", 9, 10, 1, 2)
+    assert (found.node, found.nodes) == (2, 3)
+    assert found.master is not None
+    assert found.master[0] == "node03"
+    assert found.master == cluster.find({**SRUN, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}).master
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"SLURM_STEP_ID": None},  # a batch script: sbatch runs it once, with SLURM_PROCID=0 and SLURM_NTASKS=10
+        {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
+        {"SLURM_PTY_PORT": "4000"},  # srun --pty
+        {"SLURM_JOB_NAME": "interactive"},
+        {"SLURM_JOB_NAME": "bash"},
+    ],
+)
+def test_a_slurm_shell_is_a_world_of_one(difference: dict[str, str | None]) -> None:
+    environ = {name: value for name, value in {**SRUN, **difference}.items() if value is not None}
+    found = cluster.find(environ)
+    assert (found.kind, found.world_size) == ("single", 1)
+
+
+def test_torchrun_inside_slurm_is_torchrun() -> None:
+    assert cluster.find({**SRUN, **TORCHRUN}).kind == "torchrun"
+
+
+def test_mpirun_and_pmi() -> None:
+    found = cluster.find(MPIRUN)
+    assert (found.kind, found.rank, found.world_size, found.local_rank, found.nodes) == ("openmpi", 3, 4, 3, 1)
+    assert found.master is not None
+    assert found.master[0] == "127.0.0.1"
+    pmi = cluster.find({"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"})
+    assert (pmi.rank, pmi.world_size, pmi.local_rank, pmi.node, pmi.nodes, pmi.master) == (2, 4, 0, 1, 2, None)
+
+
+def test_nothing_is_a_world_of_one() -> None:
+    found = cluster.find({})
+    assert (found.kind, found.rank, found.world_size, found.master) == ("single", 0, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "rank -1"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x'"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "world size is 0"),
+        ({**TORCHRUN, "MASTER_PORT": "99999"}, "99999"),
+        ({**SRUN, "SLURM_LOCALID": "one"}, "SLURM_LOCALID='one'"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "lots"}, "lots"),
+    ],
+)
+def test_a_wrong_variable_is_named(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cluster.find(environ)
+    assert named in str(caught.value)
+
+
+def test_slurms_lists() -> None:
+    assert slurm.first_host("gpu7") == "gpu7"
+    assert slurm.first_host("gpu7,gpu9") == "gpu7"
+    assert slurm.first_host("node[003-005,9],x") == "node003"
+    assert slurm.first_host("rack1-[2,4].lan,x") == "rack1-2.lan"
+    assert slurm.tasks_per_node("4(x2),2") == [4, 4, 2]
+    assert slurm.tasks_per_node("") == []

@@ -1,0 +1,174 @@
+"""The arithmetic of ranks, and command lines turned into specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.launch import devices, options
+from phalanx.launch.spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
+from phalanx.launch.stopping import Stopping
+
+
+def parse(*argv: str, **environ: str) -> LaunchSpec:
+    return options.parse(list(argv), environ)[0]
+
+
+def test_three_nodes_of_eight_are_24_ranks() -> None:
+    everyone = placements([8, 8, 8])
+    assert [place.rank for place in everyone] == list(range(24))
+    assert everyone[17] == Placement(rank=17, local_rank=1, node=2, world_size=24, local_world_size=8, nnodes=3)
+
+
+def test_nodes_of_different_sizes() -> None:
+    everyone = placements([4, 2])
+    assert [(p.rank, p.node, p.local_rank, p.local_world_size) for p in everyone[3:]] == [
+        (3, 0, 3, 4),
+        (4, 1, 0, 2),
+        (5, 1, 1, 2),
+    ]
+
+
+def test_environment_has_torchruns_variables() -> None:
+    spec = LaunchSpec(Program("script", "x.py"), nproc_per_node=2, role="trainer", max_restarts=3)
+    place = placements([2])[1]
+    got = worker_environment({"HOME": "/x"}, spec, place, ("127.0.0.1", 1234), attempt=1, run="run-7")
+    assert got == {
+        "HOME": "/x",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "ROLE_NAME": "trainer",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "run-7",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "PHALANX_STORE": "127.0.0.1:1234",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def test_worker_spec_survives_json() -> None:
+    spec = WorkerSpec(1, 1, Program("script", "a.py", ("--x", "1"), "--local_rank"), {"A": "b"})
+    again = WorkerSpec.from_fields(json.loads(json.dumps(dataclasses.asdict(spec))))
+    assert again == spec
+    assert again.argv() == ["a.py", "--local_rank=1", "--x", "1"]
+
+
+def test_a_full_torchrun_command_line() -> None:
+    spec = parse(
+        *("--nnodes=1:1", "--nproc_per_node=4", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:29400"),
+        *("--rdzv_id=job7", "--max_restarts=3", "--monitor_interval=5", "--start_method=spawn", "--role=r"),
+        *("--log_dir=/tmp/x", "-r", "0:1,1:2", "-t", "3", "--local-ranks-filter=0,2", "train.py", "--lr", "1", "-m"),
+    )
+    assert (spec.nproc_per_node, spec.master_port, spec.run_id, spec.max_restarts) == (4, 29400, "job7", 3)
+    assert (spec.start_method, spec.role, spec.log_dir) == ("exec", "r", "/tmp/x")
+    assert (spec.redirects, spec.tee) == ({0: 1, 1: 2}, {0: 3, 1: 3, 2: 3, 3: 3})
+    assert spec.local_ranks_filter == (0, 2)
+    assert spec.program == Program("script", "train.py", ("--lr", "1", "-m"))
+
+
+def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
+    environ = {"PET_NPROC_PER_NODE": "3", "PET_MODULE": "1", "PET_MAX_RESTARTS": "2"}
+    spec = parse("pkg", **environ)
+    assert (spec.nproc_per_node, spec.program.kind, spec.max_restarts) == (3, "module", 2)
+    assert parse("--nproc-per-node", "2", "pkg", **environ).nproc_per_node == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node", "many"]),
+        (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node", "0"]),
+        (["--nproc-per-node", "gpu", "x.py"], ["gpu", "no CUDA card"]),
+        (["--nnodes", "3:2", "x.py"], ["--nnodes", "3:2"]),
+        (["--nnodes", "two", "x.py"], ["--nnodes", "two"]),
+        (["--nnodes", "2", "--node-rank", "2", "x.py"], ["--node-rank 2"]),
+        (["--max-restarts", "-1", "x.py"], ["--max-restarts", "-1"]),
+        (["--max-restarts", "some", "x.py"], ["--max-restarts", "some"]),
+        (["--start-method", "clone", "x.py"], ["--start-method", "clone"]),
+        (["--master-port", "70000", "x.py"], ["--master-port", "70000"]),
+        (["--rdzv-backend", "etcd", "x.py"], ["etcd"]),
+        (["--devices", "a", "x.py"], ["--devices", "'a'"]),
+        (["--devices", "1,1", "x.py"], ["--devices 1,1"]),
+        (["--redirects", "7", "x.py"], ["--redirects", "7"]),
+        (["--local-ranks-filter", "x", "x.py"], ["--local-ranks-filter", "'x'"]),
+        (["--signals-to-handle", "SIGFOO", "x.py"], ["SIGFOO"]),
+        (["--signals-to-handle", "SIGKILL", "x.py"], ["SIGKILL"]),
+        (["--shutdown-timeout", "-1", "x.py"], ["--shutdown-timeout", "-1"]),
+        (["--no-python", "-m", "x.py"], ["--no-python", "--module"]),
+        (["--numa_binding=node", "x.py"], ["--numa-binding", "numactl"]),
+        (["--wrong", "x.py"], ["--wrong", "--help"]),
+        ([], ["script", "--help"]),
+    ],
+)
+def test_a_wrong_value_is_named(argv: list[str], names: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(*argv)
+    text = str(caught.value)
+    assert all(name in text for name in names), text
+    assert len(text) < 200
+    assert "\n" not in text
+
+
+def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
+    assert devices.choose_cards("0,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ("4", "7")
+    assert devices.choose_cards("0,3", {}, tmp_path) == ("0", "3")
+    with pytest.raises(UsageError, match="card 2, but 2 card"):
+        devices.choose_cards("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def test_cards_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert devices.visible_cards({}, tmp_path) == ("0", "1")
+    assert devices.visible_cards({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("3",)
+    assert devices.visible_cards({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert devices.visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
+
+
+def test_processes_follow_the_cards() -> None:
+    cards = {"CUDA_VISIBLE_DEVICES": "0,3"}
+    assert parse("--nproc-per-node", "auto", "x.py", **cards).nproc_per_node == 2
+    assert parse("--nproc-per-node", "gpu", "x.py", **cards).nproc_per_node == 2
+    assert parse("--nproc-per-node", "cpu", "x.py", **cards).nproc_per_node == devices.usable_cores()
+    assert parse("--devices", "0,1", "x.py", **cards).nproc_per_node == 2
+    assert parse("--devices", "0,1", "x.py", **cards).devices == ("0", "3")
+    assert parse("x.py", **cards).nproc_per_node == 1
+
+
+def test_a_container_with_a_quota_has_fewer_cores(tmp_path: Path) -> None:
+    limit = tmp_path / "cpu.max"
+    limit.write_text("100000 100000\n")
+    assert devices.usable_cores(limit) == 1
+    limit.write_text("max 100000\n")
+    assert devices.usable_cores(limit) == devices.usable_cores(tmp_path / "absent")
+
+
+def test_virtual_local_rank_gives_each_process_its_card() -> None:
+    spec = parse("--virtual-local-rank", "--nproc-per-node", "2", "x.py", CUDA_VISIBLE_DEVICES="4,6")
+    got = worker_environment({}, spec, placements([2])[1], ("h", 1), 0, "r")
+    assert (got["LOCAL_RANK"], got["CUDA_VISIBLE_DEVICES"], got["RANK"]) == ("0", "6", "1")
+
+
+def test_stopping_ends_within_the_timeout() -> None:
+    import signal
+
+    plan = Stopping.plan(signal.SIGINT, 10.0)
+    moments = [moment for moment, _ in plan.steps]
+    assert [number for _, number in plan.steps] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    assert [round(moment - moments[0]) for moment in moments] == [0, 9, 10]
+    assert plan.due(moments[0] + 9.5) == [signal.SIGINT, signal.SIGTERM]
+    assert plan.due(moments[0] + 9.6) == []
+    assert Stopping.plan(signal.SIGTERM, 0.0).steps[0][1] == signal.SIGKILL

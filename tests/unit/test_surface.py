@@ -1,0 +1,223 @@
+"""The frozen surface: public names, commands, flags, environment variables, import edges, import cost.
+
+A change here is a change of what users hold on to: make it on purpose.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import phalanx
+from phalanx import cli, env, errors, testing
+from phalanx.launch import flags
+
+SOURCE = Path(phalanx.__file__).parent
+
+NAMES = ["PhalanxError", "World", "barrier", "init", "main_only", "print", "rank_zero_first", "spawn"]
+
+FLAGS = [
+    "--devices",
+    "--dry-run",
+    "--local-addr",
+    "--local-ranks-filter",
+    "--log-dir",
+    "--master-addr",
+    "--master-port",
+    "--max-restarts",
+    "--module",
+    "--monitor-interval",
+    "--nnodes",
+    "--no-python",
+    "--node-rank",
+    "--nproc-per-node",
+    "--preload",
+    "--rdzv-backend",
+    "--rdzv-conf",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--redirects",
+    "--role",
+    "--run-path",
+    "--shutdown-timeout",
+    "--signals-to-handle",
+    "--standalone",
+    "--start-method",
+    "--tee",
+    "--virtual-local-rank",
+]
+
+WRITTEN = [
+    "CUDA_VISIBLE_DEVICES",
+    "GLOO_SOCKET_IFNAME",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "PHALANX_RUN_DIR",
+    "PHALANX_RUN_TOKEN",
+    "PHALANX_STORE",
+    "RANK",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "WORLD_SIZE",
+]
+
+READ_ONLY = [
+    "MPI_LOCALNRANKS",
+    "MPI_LOCALRANKID",
+    "NO_COLOR",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PYTHON_EXEC",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NAME",
+    "SLURM_JOB_NODELIST",
+    "SLURM_LOCALID",
+    "SLURM_NNODES",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_PTY_PORT",
+    "SLURM_STEP_ID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE",
+    "CONDA_PREFIX",
+    "CONDA_DEFAULT_ENV",
+]
+
+HALLWAY = {"env", "errors", "events", "ports"}
+
+EDGES = {
+    # room: the rooms it may import, beside the hallway
+    "bench": {"launch"},
+    "cli": {"launch", "bench"},
+    "cluster": set(),
+    "comm": {"cluster", "world"},
+    "diagnose": set(),
+    "env": set(),
+    "errors": set(),
+    "events": set(),
+    "join": set(),
+    "launch": {"diagnose", "cli"},  # cli: only from launch/__main__.py
+    "ports": set(),
+    "testing": {"launch", "phalanx"},
+    "world": {"cluster", "join"},
+}
+
+TORCH_IN_LAUNCH = {"disguise", "keeper", "spawn"}  # the last only to raise mp.spawn's own exceptions
+
+
+def test_public_names() -> None:
+    assert phalanx.__all__ == NAMES
+    for name in NAMES:
+        assert getattr(phalanx, name) is not None
+    assert [name for name in vars(testing) if not name.startswith("_") and callable(vars(testing)[name])]
+
+
+def test_errors_are_one_tree() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert all(issubclass(kind, errors.PhalanxError) for kind in classes)
+    assert all(kind.__name__ in (errors.__doc__ or "") for kind in classes)
+
+
+def test_flags() -> None:
+    assert sorted(flag.name for group in flags.TABLE.values() for flag in group) == FLAGS
+    assert sorted(flag.name for group in flags.LAUNCH_TABLE.values() for flag in group) == [
+        "--local-rank-spelling",
+        "--use-env",
+    ]
+
+
+def test_both_spellings_are_parsed() -> None:
+    parser = flags.new_parser(flags.TABLE, {}, "phalanx run")
+    dashes = parser.parse_args(["--nproc-per-node", "3", "--max-restarts=2", "--no-python", "x"])
+    underscores = parser.parse_args(["--nproc_per_node", "3", "--max_restarts=2", "--no_python", "x"])
+    assert dashes == underscores
+
+
+def test_variables_are_in_the_table() -> None:
+    assert sorted(row.name for row in env.TABLE if row.written) == WRITTEN
+    assert sorted(row.name for row in env.TABLE if not row.written) == sorted(READ_ONLY)
+
+
+def test_no_variable_is_read_outside_the_table() -> None:
+    """Every upper-case string that looks like one of our variables stands in the table."""
+    known = {row.name for row in env.TABLE}
+    prefixes = ("PHALANX_", "SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "MASTER_", "TORCHELASTIC_", "CONDA_")
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(prefixes):
+                name = node.value.partition("=")[0]
+                assert name in known or not name.isupper(), f"{name} in {path.name} is missing from env.py"
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "phalanx" else [node.module]
+            )
+            found |= set(names)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def _room(path: Path) -> str:
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def test_import_edges() -> None:
+    for path in SOURCE.rglob("*.py"):
+        room = _room(path)
+        if room in ("__init__", "__main__"):
+            continue
+        for module in _imports(path):
+            if module == "phalanx" or module.startswith("phalanx."):
+                other = (module.split(".") + ["phalanx"])[1] if "." in module else "phalanx"
+                allowed = EDGES[room] | HALLWAY | {room}
+                assert other in allowed, f"{path.relative_to(SOURCE)} imports {module}"
+
+
+def test_only_the_named_modules_of_launch_import_torch() -> None:
+    users = {
+        path.stem
+        for path in (SOURCE / "launch").glob("*.py")
+        if any(module.partition(".")[0] in ("torch", "numpy") for module in _imports(path))
+    }
+    assert users == TORCH_IN_LAUNCH
+
+
+def _loads_torch(code: str) -> bool:
+    check = f"{code}\nimport sys\nprint('torch' in sys.modules, 'rich' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
+    return out.split()[-2:] != ["False", "False"]
+
+
+def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
+    assert not _loads_torch("import phalanx, phalanx.cli, phalanx.launch.agent, phalanx.launch.options")
+    assert not _loads_torch("import os; before = dict(os.environ); import phalanx; assert before == dict(os.environ)")
+
+
+def test_the_help_names_every_command() -> None:
+    for command in ("run", "bench"):
+        assert f"phalanx {command}" in cli._HELP
