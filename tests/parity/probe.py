@@ -11,6 +11,7 @@ import pickle
 import signal
 import sys
 import threading
+from typing import Any
 
 torch_was_there = "torch" in sys.modules
 numpy_was_there = "numpy" in sys.modules
@@ -66,7 +67,8 @@ def loaders():
 
     results = {}
     for method in ("fork", "spawn"):
-        loader = DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context=method)
+        numbers: Any = Numbers()
+        loader = DataLoader(numbers, batch_size=4, num_workers=1, multiprocessing_context=method)
         results[method] = [batch.tolist() for batch in loader]
     return results
 

@@ -157,7 +157,6 @@ def test_numpys_threads_are_those_of_a_fresh_process(phalanx: Runner, script) ->
 
 
 def test_a_module_beside_the_script_that_shadows_torchs_is_imported(phalanx: Runner, script) -> None:
-    script("value = 42", name="typing_extensions_shadow.py")
     script("answer = 42", name="sympy.py")
     assert phalanx("run", script("import sympy; print(sympy.answer)")).out == "42\n"
     script("import sys; answer = 43", name="numpy.py")

@@ -18,89 +18,25 @@ SOURCE = Path(phalanx.__file__).parent
 
 NAMES = ["PhalanxError", "World", "barrier", "init", "main_only", "print", "rank_zero_first", "spawn"]
 
-FLAGS = [
-    "--devices",
-    "--dry-run",
-    "--local-addr",
-    "--local-ranks-filter",
-    "--log-dir",
-    "--master-addr",
-    "--master-port",
-    "--max-restarts",
-    "--module",
-    "--monitor-interval",
-    "--nnodes",
-    "--no-python",
-    "--node-rank",
-    "--nproc-per-node",
-    "--preload",
-    "--rdzv-backend",
-    "--rdzv-conf",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--redirects",
-    "--role",
-    "--run-path",
-    "--shutdown-timeout",
-    "--signals-to-handle",
-    "--standalone",
-    "--start-method",
-    "--tee",
-    "--virtual-local-rank",
-]
+FLAGS = """
+--devices --dry-run --local-addr --local-ranks-filter --log-dir --master-addr --master-port --max-restarts --module
+--monitor-interval --nnodes --no-python --node-rank --nproc-per-node --preload --rdzv-backend --rdzv-conf
+--rdzv-endpoint --rdzv-id --redirects --role --run-path --shutdown-timeout --signals-to-handle --standalone
+--start-method --tee --virtual-local-rank
+""".split()
 
-WRITTEN = [
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-    "PHALANX_RUN_DIR",
-    "PHALANX_RUN_TOKEN",
-    "PHALANX_STORE",
-    "RANK",
-    "ROLE_NAME",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "WORLD_SIZE",
-]
+WRITTEN = """
+CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR
+MASTER_PORT OMP_NUM_THREADS PHALANX_RUN_DIR PHALANX_RUN_TOKEN PHALANX_STORE RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
+TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE WORLD_SIZE
+""".split()
 
-READ_ONLY = [
-    "MPI_LOCALNRANKS",
-    "MPI_LOCALRANKID",
-    "NO_COLOR",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PYTHON_EXEC",
-    "SLURM_JOB_ID",
-    "SLURM_JOB_NAME",
-    "SLURM_JOB_NODELIST",
-    "SLURM_LOCALID",
-    "SLURM_NNODES",
-    "SLURM_NODEID",
-    "SLURM_NTASKS",
-    "SLURM_PROCID",
-    "SLURM_PTY_PORT",
-    "SLURM_STEP_ID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_TASKS_PER_NODE",
-    "CONDA_PREFIX",
-    "CONDA_DEFAULT_ENV",
-]
+READ_ONLY = """
+MPI_LOCALNRANKS MPI_LOCALRANKID NO_COLOR OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_COMM_WORLD_RANK
+OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE PYTHON_EXEC SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_LOCALID
+SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID SLURM_STEP_NODELIST
+SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE CONDA_PREFIX CONDA_DEFAULT_ENV
+""".split()
 
 HALLWAY = {"env", "errors", "events", "ports"}
 
@@ -193,7 +129,7 @@ def test_import_edges() -> None:
             continue
         for module in _imports(path):
             if module == "phalanx" or module.startswith("phalanx."):
-                other = (module.split(".") + ["phalanx"])[1] if "." in module else "phalanx"
+                other = module.split(".")[1] if "." in module else "phalanx"
                 allowed = EDGES[room] | HALLWAY | {room}
                 assert other in allowed, f"{path.relative_to(SOURCE)} imports {module}"
 
