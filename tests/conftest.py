@@ -12,12 +12,16 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import psutil
 import pytest
 
 from phalanx import testing
+
+# multiprocessing's helper, which lives as long as the session; started here so that no test is blamed for it.
+resource_tracker.ensure_running()
 
 REPOSITORY = Path(__file__).parents[1]
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
@@ -52,11 +56,11 @@ class Outcome:
 Runner = Callable[..., Outcome]
 
 
-def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None, **options) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None, **options) -> subprocess.Popen:
     """A command of this Python, in a process of its own."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
     return subprocess.Popen(
-        [sys.executable, *arguments], cwd=cwd, env={**os.environ, **(env or {})}, text=True, **options
+        [sys.executable, *arguments], cwd=cwd, env={**os.environ, **(env or {})}, **{**pipes, **options}
     )
 
 
@@ -66,13 +70,15 @@ def phalanx(tmp_path: Path) -> Runner:
 
     def run(*arguments: str, env: dict[str, str] | None = None, timeout: float = 60, **options) -> Outcome:
         started = time.monotonic()
+        options = {"text": False, **options}
         with start("-m", "phalanx", *arguments, cwd=tmp_path, env=env, **options) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
             except BaseException:
                 process.kill()
                 raise
-        return Outcome(process.returncode, out or "", err or "", time.monotonic() - started)
+        # Decoded by hand: a carriage return must stay one.
+        return Outcome(process.returncode, (out or b"").decode(), (err or b"").decode(), time.monotonic() - started)
 
     return run
 

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -63,7 +64,7 @@ def _birth(pid: int) -> float | None:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A store that all ranks are known to share."""
+    """A store that all ranks are known to share, with nothing in it but what this world puts there."""
 
     store: Any
     claims: tuple[Claim, ...]
@@ -112,12 +113,24 @@ def _connect(host: str, port: int, timeout: float) -> Any:
     from torch.distributed import DistError, TCPStore
 
     _await_listener(host, port, timeout)
-    try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    except DistError as error:
-        raise MasterUnreachable(
-            f"{host}:{port} answers, but not as a store ({_first_line(error)}); is another program on that port?"
-        ) from None
+    stores: list[Any] = []
+    failures: list[str] = []
+
+    def connect() -> None:
+        try:
+            limit = timedelta(seconds=timeout)
+            stores.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+        except DistError as error:
+            failures.append(_first_line(error))
+
+    # In a thread, because the first words with a server that is no store have no timeout inside torch.
+    thread = threading.Thread(target=connect, name="phalanx-connect", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if stores:
+        return stores[0]
+    reason = failures[0] if failures else f"silent for {timeout:g} s"
+    raise MasterUnreachable(f"{host}:{port} answers, but not as a store ({reason}); is another program on that port?")
 
 
 def _await_listener(host: str, port: int, timeout: float) -> None:
@@ -146,11 +159,28 @@ def _await_listener(host: str, port: int, timeout: float) -> None:
         time.sleep(0.05)  # a port that is not open yet gives no event to wait for
 
 
+def wait_for(store: Any, key: str, seconds: float) -> bool:
+    """Whether the key was there within that time. Losing the store is an error; a timeout is none."""
+    from torch.distributed import DistNetworkError, DistStoreError
+
+    try:
+        store.wait([key], timedelta(seconds=max(seconds, 0.001)))
+    except DistNetworkError:
+        raise
+    except RuntimeError as error:  # each kind of store has its own way to say it
+        if not isinstance(error, DistStoreError) and "timeout" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
 def meet(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bool) -> Meeting:
     """Every rank is there, once, with the same world size; otherwise an error that names who is wrong."""
     from torch.distributed import PrefixStore
 
-    book = _Book(PrefixStore(f"phalanx/join/{next(_joins)}", store), Claim.of_this_process(rank, world_size))
+    # A process may join, leave and join again; all do so equally often, so the number keeps the worlds apart.
+    own = PrefixStore(f"phalanx/world-{next(_joins)}", store)
+    book = _Book(PrefixStore("join", own), Claim.of_this_process(rank, world_size))
     try:
         book.sign()
         verdict = book.await_verdict(timeout)
@@ -158,7 +188,7 @@ def meet(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bo
             if hosted_here:
                 book.linger()
             raise getattr(errors, verdict["error"])(verdict["text"])
-        return Meeting(store, book.claims(), hosted_here)
+        return Meeting(own, book.claims(), hosted_here)
     except RuntimeError as error:
         if isinstance(error, errors.PhalanxError):
             raise
@@ -195,7 +225,7 @@ class _Book:
 
     def _twice(self) -> None:
         mine = self._claim
-        self._store.wait([f"claim/{mine.rank}"], timedelta(seconds=_SLICE))
+        wait_for(self._store, f"claim/{mine.rank}", _SLICE)
         other = Claim(**json.loads(self._store.get(f"claim/{mine.rank}")))
         if other.has_died:
             text = f"the store remembers {other}, which has ended: it is left over from an earlier run. {_REMOVE}"
@@ -217,16 +247,8 @@ class _Book:
             if now >= told:
                 told = now + _FIRST_WORD
                 print(f"phalanx: {self._claim} {self._missing_text(now - started)}", file=sys.stderr, flush=True)
-            self._wait("verdict", min(left, _SLICE, told - now))
+            wait_for(self._store, "verdict", min(left, _SLICE, told - now))
         return json.loads(self._store.get("verdict"))
-
-    def _wait(self, key: str, seconds: float) -> None:
-        from torch.distributed import DistStoreError
-
-        try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-        except DistStoreError:
-            return  # not there yet; the caller looks again
 
     def _missing_text(self, waited: float) -> str:
         size = self._claim.world_size
@@ -240,7 +262,7 @@ class _Book:
 
     def linger(self) -> None:
         """The host of the store stays a moment, so that the others can read the verdict."""
-        self._wait("everyone has read this", 1.0)
+        wait_for(self._store, "everyone has read this", 1.0)
 
 
 _REMOVE = "Remove the file, or give another one."

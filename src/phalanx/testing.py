@@ -41,16 +41,13 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, join_group: bool = Tru
 
     Raises what torch.multiprocessing.spawn raises if a rank fails: ProcessRaisedException with its traceback.
     """
-    slots = [_Slot(os.memfd_create("result")) for _ in range(n)]
-    context = SpawnContext(_call, (fn, args, slots, join_group), n, daemon=True, nursery=_warm_nursery())
-    try:
+    with contextlib.ExitStack() as stack:
+        slots = [stack.enter_context(contextlib.closing(_Slot(os.memfd_create("result")))) for _ in range(n)]
+        context = SpawnContext(_call, (fn, args, slots, join_group), n, daemon=True, nursery=_warm_nursery())
+        stack.callback(context.close)
         if not context.join(timeout):
             raise PhalanxError(f"{fn.__name__} did not end on all of {n} ranks within {timeout:g} s.")
         return [slot.load() for slot in slots]
-    finally:
-        context.close()
-        for slot in slots:
-            slot.close()
 
 
 def close() -> None:

@@ -12,7 +12,7 @@ from phalanx import cluster
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
-from phalanx.join import Claim, Meeting, meet, open_store
+from phalanx.join import Claim, Meeting, meet, open_store, wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -269,12 +269,7 @@ def _leave(world: World, *, in_peace: bool) -> None:
 
 def _say_goodbye(meeting: Meeting, size: int) -> None:
     """A rank that hosts the store leaves last, or the others could lose it in the middle of their last words."""
-    from torch.distributed import DistStoreError
-
-    if meeting.store.add("phalanx/left", 1) % size == 0:
+    if meeting.store.add("phalanx/left", 1) == size:
         meeting.store.set("phalanx/all left", "yes")
     if meeting.hosted_here:
-        try:
-            meeting.store.wait(["phalanx/all left"], timedelta(seconds=_LEAVE_TIMEOUT))
-        except DistStoreError:
-            return  # somebody is gone without a word; that is for the launcher to tell
+        wait_for(meeting.store, "phalanx/all left", _LEAVE_TIMEOUT)

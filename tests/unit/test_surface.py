@@ -45,7 +45,7 @@ EDGES = {
     "bench": {"launch"},
     "cli": {"launch", "bench"},
     "cluster": set(),
-    "comm": {"cluster", "world"},
+    "comm": {"cluster", "join", "world"},
     "diagnose": set(),
     "env": set(),
     "errors": set(),

@@ -58,7 +58,9 @@ def restart(contender: Contender, ranks: int, place: Path, timeout: float) -> Ou
         try:
             command.finish()
             return _restart_seconds(command, place, ranks), ""
-        except CommandFailed as error:  # of torch 2.13: its second attempt meets the keys of the first in the store
+        except CommandFailed as error:
+            # The store still has the addresses of the first attempt. A rank that reads one before it is written anew
+            # connects to nobody: with torch 2.13 some restarts work, some end with an error, and some hang.
             return None, f"fails: {error.how}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class Line:
     ranks: int
     value: Summary | None
     ratio: Summary | None
-    """To torchrun in the same repeat: both had the same noise around them."""
+    """To torchrun in the same repeat: both had the same noise around them. Repeats without a figure are left out."""
     notes: tuple[str, ...]
 
 
@@ -93,11 +94,16 @@ def lines(samples: Iterable[Sample], measure: str) -> list[Line]:
         beside = {sample.repeat: sample.value for sample in groups.get((ranks, TORCHRUN.name), ())}
         values = [(sample.value, beside.get(sample.repeat)) for sample in group if sample.value is not None]
         ratios = [value / other for value, other in values if other is not None]
-        notes = dict.fromkeys(sample.note for sample in group if sample.note)
         found.append(
-            Line(contender, ranks, Summary.of([value for value, _ in values]), Summary.of(ratios), tuple(notes))
+            Line(contender, ranks, Summary.of([value for value, _ in values]), Summary.of(ratios), _notes(group))
         )
     return found
+
+
+def _notes(group: Sequence[Sample]) -> tuple[str, ...]:
+    """Each note once; one that stands in place of a figure says how often, for some fail only at times."""
+    counts = collections.Counter((sample.note, sample.value is None) for sample in group if sample.note)
+    return tuple(f"{note} ({count} of {len(group)})" if missing else note for (note, missing), count in counts.items())
 
 
 def goal(measure: str, line: Line) -> str:

@@ -8,12 +8,12 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 from phalanx import cluster
 from phalanx import world as worlds
 from phalanx.errors import PeerFailed
+from phalanx.join import wait_for
 from phalanx.world import World
 
 _P = ParamSpec("_P")
@@ -62,17 +62,14 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
 
 
 def _follow(world: World, leader: int, key: str) -> None:
-    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed import DistNetworkError
 
-    while True:
-        try:
-            world.store.wait([key], timedelta(seconds=_SLICE))
-            break
-        except DistStoreError:
+    try:
+        while not wait_for(world.store, key, _SLICE):
             if world.claims and world.claims[leader].has_died:
-                raise PeerFailed(f"rank {leader}, which goes first here, has died; see its log.") from None
-        except DistNetworkError:
-            raise PeerFailed(f"rank {leader}, which goes first here, took the store with it; see its log.") from None
+                raise PeerFailed(f"rank {leader}, which goes first here, has died; see its log.")
+    except DistNetworkError:
+        raise PeerFailed(f"rank {leader}, which goes first here, took the store with it; see its log.") from None
     outcome = world.store.get(key).decode()
     if outcome != "done":
         raise PeerFailed(f"rank {leader} went first and failed with {outcome}.")

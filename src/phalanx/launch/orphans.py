@@ -46,23 +46,25 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _parents() -> dict[int, int]:
-    """pid to parent's pid, of every process that is not a zombie."""
+def _processes() -> dict[int, tuple[int, bool]]:
+    """pid to parent's pid, and whether it lives. A zombie is listed too: its children hang below it until it is reaped."""
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 (a thousand Path objects cost more than the reading)
         if entry.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:  # noqa: PTH123
                 # The command's name stands in parentheses and may hold spaces and parentheses itself.
-                state, parent = stat.read().rpartition(b")")[2].split()[:2]
-                if state not in (b"Z", b"X"):
-                    found[int(entry)] = int(parent)
+                fields = stat.read().rpartition(b")")[2].split()
+                state, parent, threads = fields[0], int(fields[1]), int(fields[17])
+                # The main thread of a killed process may be a zombie while its other threads are still dying.
+                found[int(entry)] = parent, state not in (b"Z", b"X") or threads > 1
     return found
 
 
 def descendants(root: int) -> set[int]:
     """Every living process below ``root``."""
+    processes = _processes()
     children: dict[int, list[int]] = {}
-    for pid, parent in _parents().items():
+    for pid, (parent, _) in processes.items():
         children.setdefault(parent, []).append(pid)
     found: set[int] = set()
     waiting = [root]
@@ -70,16 +72,16 @@ def descendants(root: int) -> set[int]:
         for child in children.get(waiting.pop(), ()):
             found.add(child)
             waiting.append(child)
-    return found
+    return {pid for pid in found if processes[pid][1]}
 
 
 def bearers(token: str) -> set[int]:
     """Every living process that was started with this run's token, but not this one."""
     mark = f"PHALANX_RUN_TOKEN={token}".encode()
     found = set()
-    for pid in _parents():
+    for pid, (_, lives) in _processes().items():
         with contextlib.suppress(OSError):
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if lives and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.add(pid)
     return found - {os.getpid()}
 

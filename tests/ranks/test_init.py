@@ -1,0 +1,287 @@
+"""px.init and px.World: every way to meet, and what is wrong named within seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+import phalanx as px
+from phalanx.errors import JoinError, MasterUnreachable, UsageError
+from tests.conftest import Runner, start
+
+JOIN = """
+import sys, time
+import phalanx as px
+import torch, torch.distributed as dist
+{settings}
+try:
+    with px.init({arguments}) as world:
+        total = torch.tensor(float(world.rank + 1))
+        dist.all_reduce(total)
+        sys.stdout.write(f"{{world.rank}} {{world.size}} {{int(total)}} {{world.launcher}}{{chr(10)}}")
+except px.PhalanxError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def together(tmp_path: Path, *scripts: tuple[str, dict[str, str]], timeout: float = 40) -> tuple[list[str], float]:
+    """Starts each script by itself, without a launcher; returns what each printed."""
+    processes = []
+    for number, (text, env) in enumerate(scripts):
+        path = tmp_path / f"part{number}.py"
+        path.write_text(text)
+        processes.append(start(str(path), cwd=tmp_path, env=env))
+    started = time.monotonic()
+    try:
+        return [process.communicate(timeout=timeout)[0].strip() for process in processes], time.monotonic() - started
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def part(arguments: str, settings: str = "", **env: str) -> tuple[str, dict[str, str]]:
+    return JOIN.format(arguments=arguments, settings=settings), env
+
+
+def test_nothing_at_all_is_a_world_of_one(tmp_path: Path) -> None:
+    out, _ = together(tmp_path, part(""))
+    assert out == ["0 1 1 single"]
+
+
+def test_tcp_with_rank_and_size_given(tmp_path: Path) -> None:
+    where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3"
+    out, _ = together(tmp_path, *(part(f"{where}, rank={rank}") for rank in range(3)))
+    assert out == [f"{rank} 3 6 single" for rank in range(3)]
+
+
+def test_file(tmp_path: Path) -> None:
+    where = f"init_method='file://{tmp_path}/meet', world_size=2"
+    out, _ = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=1"))
+    assert out == ["0 2 3 single", "1 2 3 single"]
+
+
+def test_a_store_of_ones_own(tmp_path: Path) -> None:
+    store = f"dist.FileStore('{tmp_path}/own', 2)"
+    out, _ = together(tmp_path, *(part(f"store={store}, world_size=2, rank={rank}") for rank in range(2)))
+    assert out == ["0 2 3 single", "1 2 3 single"]
+
+
+def test_variables_set_by_hand(tmp_path: Path) -> None:
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    out, _ = together(tmp_path, part("", RANK="0", **common), part("", RANK="1", **common))
+    assert out == ["0 2 3 torchrun", "1 2 3 torchrun"]
+
+
+def test_slurm_and_mpi_variables(tmp_path: Path) -> None:
+    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_ADDR": "localhost"}
+    step |= {"MASTER_PORT": str(free_port())}
+    tasks = [part("", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **step) for rank in range(2)]
+    assert together(tmp_path, *tasks)[0] == ["0 2 3 slurm", "1 2 3 slurm"]
+    ranks = [
+        part(
+            "",
+            OMPI_COMM_WORLD_RANK=str(r),
+            OMPI_COMM_WORLD_SIZE="2",
+            OMPI_COMM_WORLD_LOCAL_RANK=str(r),
+            OMPI_COMM_WORLD_LOCAL_SIZE="2",
+        )
+        for r in range(2)
+    ]
+    assert together(tmp_path, *ranks)[0] == ["0 2 3 openmpi", "1 2 3 openmpi"]
+
+
+def test_torchrun_itself(tmp_path: Path) -> None:
+    text, _ = part("")
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
+    got = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert sorted(got.stdout.splitlines()) == ["0 2 3 torchrun", "1 2 3 torchrun"]
+
+
+def test_the_world_under_phalanx(phalanx: Runner, script) -> None:
+    name = script(
+        """
+        import phalanx as px
+        world = px.init(seed=7)
+        import torch, random
+        px.print(world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes)
+        print(world.is_main, world.device, world.backend, torch.initial_seed(), len(world.claims))
+        world.close()
+        world.close()
+        with px.init() as again:
+            print("again", again.size)
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "2", name)
+    assert outcome.code == 0, outcome.err
+    assert "[rank 0] 0 2 0 2 0 1" in outcome.lines
+    assert {"[rank 0] True cpu gloo 7 2", "[rank 1] False cpu gloo 8 2"} <= set(outcome.lines)
+    assert {"[rank 0] again 2", "[rank 1] again 2"} <= set(outcome.lines)
+
+
+def test_two_ranks_the_same(tmp_path: Path) -> None:
+    where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3"
+    out, seconds = together(tmp_path, *(part(f"{where}, rank={rank}") for rank in (0, 1, 1)))
+    assert all(text.startswith("RanksDisagree two processes claim one rank: rank 1 (host ") for text in out), out
+    assert seconds < 15
+
+
+def test_world_sizes_that_differ(tmp_path: Path) -> None:
+    where = f"init_method='tcp://127.0.0.1:{free_port()}'"
+    out, seconds = together(tmp_path, part(f"{where}, world_size=2, rank=0"), part(f"{where}, world_size=3, rank=1"))
+    for text in out:
+        assert text.startswith("RanksDisagree"), out
+        assert "world size 3, but rank 0" in text or "world size 2, but rank 1" in text
+    assert seconds < 15
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3, timeout=3"
+    out, seconds = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=2"))
+    assert all(text == "JoinError waited 3 s for 1 of 3 ranks that did not come: 1" for text in out), out
+    assert seconds < 15
+
+
+def test_nobody_listens(tmp_path: Path) -> None:
+    port = free_port()
+    out, seconds = together(tmp_path, part(f"init_method='tcp://127.0.0.1:{port}', world_size=2, rank=1, timeout=2"))
+    assert out[0].startswith(
+        f"MasterUnreachable the master 127.0.0.1:{port} was not reached within 2 s: nobody listens"
+    )
+    assert seconds < 12
+
+
+def test_something_else_listens(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        out, seconds = together(
+            tmp_path, part(f"init_method='tcp://127.0.0.1:{port}', world_size=2, rank=1, timeout=2")
+        )
+    assert out[0].startswith(f"MasterUnreachable 127.0.0.1:{port} answers, but not as a store"), out
+    assert seconds < 20
+
+
+def test_a_port_that_is_taken_on_rank_zero(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        out, _ = together(tmp_path, part(f"init_method='tcp://127.0.0.1:{port}', world_size=2, rank=0"))
+    assert out[0].startswith(
+        f"JoinError rank 0 cannot serve 127.0.0.1:{port}: port {port} is taken by pid {os.getpid()}"
+    )
+
+
+def test_a_stale_file(tmp_path: Path) -> None:
+    where = f"init_method='file://{tmp_path}/meet', world_size=2, timeout=2"
+    out, _ = together(tmp_path, part(f"{where}, rank=1"))  # waits for rank 0 in vain, and leaves the file
+    assert out[0].startswith("JoinError")
+    out, seconds = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=1"))
+    assert any(text.startswith("StaleStore the store remembers rank 1") for text in out), out
+    assert all(text.startswith(("StaleStore", "JoinError")) for text in out), out
+    assert seconds < 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank 2 does not exist in a world of 2"),
+        ({"rank": 1}, "rank=1 was given without a world size"),
+        ({"world_size": 2}, "world_size=2 was given without a rank"),
+        ({"rank": 0, "world_size": 2}, "set MASTER_ADDR and MASTER_PORT"),
+        ({"init_method": "tcp://127.0.0.1", "rank": 0, "world_size": 2}, "'tcp://127.0.0.1' has no port"),
+        ({"init_method": "http://x:1", "rank": 0, "world_size": 2}, "'http://x:1' is unknown"),
+        ({"init_method": "file:///no/such/place/x", "rank": 0, "world_size": 2}, "/no/such/place/x"),
+        ({"backend": "mpi"}, "built without MPI"),
+        ({"backend": "nccl"}, "'nccl' needs a CUDA device"),
+        ({"backend": "smoke"}, "'smoke' is unknown"),
+        ({"device": "cuda"}, "torch sees 0 card(s)"),
+        ({"device": "abacus"}, "'abacus' is unknown"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict, named: str) -> None:
+    with pytest.raises(UsageError, match=None) as caught:
+        px.init(**arguments)
+    assert named in str(caught.value)
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(MasterUnreachable, match="'no.such.host.invalid' cannot be resolved"):
+        px.init(init_method="tcp://no.such.host.invalid:29500", rank=1, world_size=2)
+
+
+def test_joining_twice_is_refused(run_ranks) -> None:
+    def again(world: px.World) -> str:
+        try:
+            px.init()
+        except UsageError as error:
+            return str(error)
+        return "joined twice"
+
+    assert run_ranks(again, 1)[0].startswith("the process group exists already")
+
+
+def test_an_exception_inside_does_not_hang_the_others(phalanx: Runner, script) -> None:
+    name = script(
+        """
+        import phalanx as px, torch, torch.distributed as dist
+        with px.init() as world:
+            if world.rank == 1:
+                raise LookupError("gone")
+            dist.all_reduce(torch.ones(1))
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "2", name)
+    assert outcome.complaint[0] == "phalanx: rank 1 failed: LookupError: gone"
+    assert outcome.seconds < 30
+
+
+def test_the_timeout_is_the_groups(run_ranks) -> None:
+    def wait_in_vain(rank: int) -> float:
+        import torch
+        import torch.distributed as dist
+
+        with px.init(timeout=timedelta(seconds=1)):
+            began = time.monotonic()
+            if rank == 0:
+                with pytest.raises(RuntimeError):
+                    dist.recv(torch.ones(1), src=1)
+            return time.monotonic() - began
+
+    waited = run_ranks(wait_in_vain, 2, join_group=False)
+    assert waited[0] < 10
+
+
+def test_meeting_is_checked_even_with_a_store_that_lies(run_ranks) -> None:
+    """A store that another rank zero has signed already is refused, not joined."""
+
+    def claim_twice(rank: int) -> str:
+        import torch.distributed as dist
+
+        from phalanx.join import meet
+
+        store = dist.HashStore()
+        prefix = dist.PrefixStore("phalanx/world-0/join", store)
+        prefix.add("taken/0", 1)
+        prefix.set("claim/0", '{"rank": 0, "world_size": 1, "host": "elsewhere", "pid": 1, "born": 0.0}')
+        try:
+            meet(store, 0, 1, 5.0, hosted_here=False)
+        except JoinError as error:
+            return str(error)
+        return "joined"
+
+    assert (
+        "two processes claim one rank: rank 0 (host elsewhere, pid 1)" in run_ranks(claim_twice, 1, join_group=False)[0]
+    )
