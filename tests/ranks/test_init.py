@@ -218,7 +218,7 @@ def test_a_wrong_argument_is_named(arguments: dict, named: str) -> None:
 
 
 def test_a_name_that_does_not_exist() -> None:
-    with pytest.raises(MasterUnreachable, match="'no.such.host.invalid' cannot be resolved"):
+    with pytest.raises(MasterUnreachable, match=r"'no\.such\.host\.invalid' cannot be resolved"):
         px.init(init_method="tcp://no.such.host.invalid:29500", rank=1, world_size=2)
 
 

@@ -13,13 +13,11 @@ from phalanx.errors import UsageError
 
 def test_rank_zero_goes_first(run_ranks, tmp_path: Path) -> None:
     def prepare(world: px.World, directory: Path) -> list[str]:
-        seen = sorted(path.name for path in directory.iterdir())
         with px.rank_zero_first():
             if world.is_main:
                 time.sleep(0.3)
                 (directory / "prepared").touch()
-            seen = sorted(path.name for path in directory.iterdir())
-        return seen
+            return sorted(path.name for path in directory.iterdir())
 
     assert run_ranks(prepare, 3, tmp_path) == [["prepared"]] * 3
 

@@ -299,7 +299,12 @@ def test_a_prompt_is_shown_before_its_newline(script, tmp_path: Path) -> None:
     import pty
 
     name = script(
-        "import os\nif os.environ['RANK'] == '0':\n    print('name?', end=' ', flush=True)\n    print('hello', input())\n"
+        """
+        import os
+        if os.environ["RANK"] == "0":
+            print("name?", end=" ", flush=True)
+            print("hello", input())
+        """
     )
     primary, secondary = pty.openpty()
     agent = start(

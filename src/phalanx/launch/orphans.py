@@ -47,7 +47,7 @@ def adopt_orphans() -> None:
 
 
 def _processes() -> dict[int, tuple[int, bool]]:
-    """pid to parent's pid, and whether it lives. A zombie is listed too: its children hang below it until it is reaped."""
+    """pid to parent's pid, and whether it lives. Zombies are listed too: their children still hang below them."""
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 (a thousand Path objects cost more than the reading)
         if entry.isdigit():

@@ -1,0 +1,225 @@
+"""phalanx.spawn has mp.spawn's contract, and works where mp.spawn does not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import phalanx as px
+from phalanx.errors import UsageError
+
+
+def note(rank: int, directory: Path) -> None:
+    environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    (directory / str(rank)).write_text(f"{environment} {multiprocessing.current_process().name}")
+
+
+def fail(rank: int) -> None:
+    if rank == 1:
+        raise KeyError("the reason")
+    time.sleep(60)
+
+
+def leave(rank: int, code: int) -> None:
+    if rank == 0:
+        os._exit(code)
+    time.sleep(60)
+
+
+def die(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def wait_for_file(rank: int, path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def test_every_rank_runs_the_function(tmp_path: Path) -> None:
+    assert px.spawn(note, (tmp_path,), nprocs=2) is None
+    for rank in range(2):
+        expected = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": None}
+        assert (tmp_path / str(rank)).read_text() == f"{expected} SpawnProcess-{rank + 1}"
+
+
+def test_the_exceptions_are_mp_spawns() -> None:
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+    with pytest.raises(ProcessRaisedException, match="KeyError: 'the reason'") as raised:
+        px.spawn(fail, nprocs=2)
+    assert raised.value.error_index == 1
+    assert "in fail" in str(raised.value)
+    assert "phalanx/launch" not in str(raised.value)
+    with pytest.raises(ProcessExitedException, match="exit code 7") as left:
+        px.spawn(leave, (7,), nprocs=2)
+    assert (left.value.exit_code, left.value.error_index) == (7, 0)
+    with pytest.raises(ProcessExitedException, match="signal SIGKILL") as killed:
+        px.spawn(die, nprocs=2)
+    assert (killed.value.exit_code, killed.value.signal_name) == (-9, "SIGKILL")
+
+
+def test_a_context_to_join_later(tmp_path: Path) -> None:
+    context = px.spawn(wait_for_file, (tmp_path / "go",), nprocs=2, join=False)
+    assert context is not None
+    pids = context.pids()
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert context.join(timeout=0.2) is False
+    (tmp_path / "go").touch()
+    assert context.join(timeout=20) is True
+    assert context.join() is True
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_queues_events_and_shared_tensors_may_be_passed() -> None:
+    import torch
+
+    context = multiprocessing.get_context("spawn")
+    queue, event = context.Queue(), context.Event()
+    shared = torch.zeros(2).share_memory_()
+    event.set()
+    px.spawn(fill, (queue, event, shared), nprocs=2)
+    assert sorted(queue.get(timeout=5) for _ in range(2)) == [0, 10]
+    assert shared.tolist() == [1.0, 2.0]
+    queue.close()
+    queue.join_thread()
+
+
+def fill(rank: int, queue, event, shared) -> None:
+    assert event.wait(5)
+    queue.put(rank * 10)
+    shared[rank] = rank + 1
+
+
+def test_a_function_without_a_home(tmp_path: Path) -> None:
+    word = "local"
+    px.spawn(lambda rank: (tmp_path / f"{word}-{rank}").touch(), nprocs=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"local-0", "local-1"}
+
+
+def run_script(tmp_path: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "main.py").write_text(text)
+    command = [sys.executable, *flags, "main.py"]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+def test_from_the_main_module_of_a_script(tmp_path: Path) -> None:
+    """Classes of the script itself travel by name, as with mp.spawn."""
+    text = """
+import sys
+import phalanx as px
+
+class Settings:
+    def __init__(self, word):
+        self.word = word
+
+def work(rank, settings):
+    assert type(settings) is Settings and __name__ == "__mp_main__"
+    with px.init() as world:
+        sys.stdout.write(f"{settings.word} {world.rank} of {world.size}\\n")
+
+if __name__ == "__main__":
+    px.spawn(work, (Settings("hello"),), nprocs=2)
+"""
+    got = run_script(tmp_path, text)
+    assert sorted(got.stdout.splitlines()) == ["hello 0 of 2", "hello 1 of 2"], got.stderr
+
+
+def test_a_script_written_for_mp_spawn_runs_unchanged(tmp_path: Path) -> None:
+    text = """
+import os, sys
+import torch, torch.distributed as dist
+import {module} as mp
+
+def work(rank, world_size):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = "{port}"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    sys.stdout.write(f"{{rank}} {{int(total)}}\\n")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, args=(2,), nprocs=2, join=True)
+"""
+    from tests.ranks.test_init import free_port
+
+    for module in ("torch.multiprocessing", "phalanx"):
+        got = run_script(tmp_path, text.format(module=module, port=free_port()))
+        assert sorted(got.stdout.splitlines()) == ["0 2", "1 2"], got.stderr
+
+
+def test_from_an_interactive_session(tmp_path: Path) -> None:
+    """A notebook's cells live in a main module without a file, like those of `python -c`."""
+    cell = """
+import phalanx as px, sys
+factor = 3
+def cell(rank):
+    with px.init() as world:
+        sys.stdout.write(f"{rank * factor} of {world.size}\\n")
+px.spawn(cell, nprocs=2)
+"""
+    got = subprocess.run([sys.executable, "-c", cell], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert sorted(got.stdout.splitlines()) == ["0 of 2", "3 of 2"], got.stderr
+
+
+@pytest.mark.parametrize("daemon", [True, False])
+def test_at_the_parents_exit_daemons_end_and_others_are_awaited(daemon: bool, tmp_path: Path) -> None:
+    text = f"""
+import sys, time, phalanx as px
+
+def work(rank):
+    time.sleep(1.0)
+    sys.stdout.write("finished\\n")
+
+if __name__ == "__main__":
+    px.spawn(work, nprocs=1, join=False, daemon={daemon})
+"""
+    got = run_script(tmp_path, text)
+    assert (got.returncode, got.stdout) == (0, "" if daemon else "finished\n"), got.stderr
+
+
+def test_the_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        "import time, sys, phalanx as px\n"
+        "def work(rank):\n    sys.stdout.write('up\\n'); sys.stdout.flush(); time.sleep(100)\n"
+        "if __name__ == '__main__':\n    px.spawn(work, nprocs=2)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "main.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert [parent.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.communicate()
+    _, alive = psutil.wait_procs(children, timeout=1.0)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_wrong_values_are_named() -> None:
+    with pytest.raises(UsageError, match="nprocs is 0"):
+        px.spawn(note, nprocs=0)
+    with pytest.raises(UsageError, match="start_method is 'fork'"):
+        px.spawn(note, nprocs=1, start_method="fork")
+
+
+def test_run_ranks_gives_back_results_of_any_size(run_ranks) -> None:
+    def much(world: px.World) -> bytes:
+        return bytes([world.rank]) * 3_000_000
+
+    assert [len(result) for result in run_ranks(much, 2)] == [3_000_000] * 2
+
+
+def test_run_ranks_says_when_it_takes_too_long(run_ranks) -> None:
+    with pytest.raises(px.PhalanxError, match=r"did not end on all of 2 ranks within 0\.5 s"):
+        run_ranks(lambda rank: time.sleep(60), 2, join_group=False, timeout=0.5)
+    assert run_ranks(lambda rank: rank, 2, join_group=False) == [0, 1]
