@@ -28,6 +28,8 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spawn import SpawnContext
 
+__all__ = ["close", "run_ranks"]
+
 _warm: Nursery | None = None
 
 

@@ -40,7 +40,7 @@ class World:
     device: torch.device
     backend: str
     master: str
-    """Where the ranks met: ``host:port``, a file, or ``none`` for a world of one."""
+    """Where the ranks met: the master's ``address:port``, a file, or ``none`` for a world of one."""
     launcher: str
     """What started this process: torchrun (and phalanx run), slurm, openmpi, single."""
     _meeting: Meeting | None = field(default=None, repr=False, compare=False)
@@ -49,6 +49,13 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, the one that prints and saves."""
         return self.rank == 0
+
+    @property
+    def group(self) -> Any:
+        """torch's process group of all ranks; None when there is none."""
+        import torch.distributed as dist
+
+        return dist.group.WORLD
 
     @property
     def store(self) -> Any:

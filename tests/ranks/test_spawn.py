@@ -205,6 +205,53 @@ def test_the_parent_is_killed(tmp_path: Path) -> None:
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_ctrl_c_reaches_the_processes(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        """
+import sys, time, phalanx as px
+
+def work(rank):
+    try:
+        sys.stdout.write("up\\n"); sys.stdout.flush()
+        time.sleep(100)
+    except KeyboardInterrupt:
+        sys.stdout.write("interrupted\\n"); sys.stdout.flush()
+        raise
+
+if __name__ == "__main__":
+    px.spawn(work, nprocs=2)
+"""
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "main.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert parent.stdout is not None
+    assert [parent.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    parent.send_signal(signal.SIGINT)
+    out, _ = parent.communicate(timeout=20)
+    assert out == "interrupted\n" * 2
+    assert parent.returncode == -signal.SIGINT
+
+
+def test_spawn_inside_a_run_meets_at_its_own_store(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(
+        """
+import sys, phalanx as px
+
+def inner(rank):
+    with px.init() as world:
+        sys.stdout.write(f"inner {world.rank} of {world.size}\\n")
+
+if __name__ == "__main__":
+    with px.init() as world:
+        px.spawn(inner, nprocs=2)
+"""
+    )
+    command = [sys.executable, "-m", "phalanx", "run", "main.py"]
+    got = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert sorted(got.stdout.splitlines()) == ["inner 0 of 2", "inner 1 of 2"], got.stderr
+
+
 def test_wrong_values_are_named() -> None:
     with pytest.raises(UsageError, match="nprocs is 0"):
         px.spawn(note, nprocs=0)

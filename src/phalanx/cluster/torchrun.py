@@ -13,6 +13,7 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
         return None
     rank = env.require_integer(environ, "RANK", beside="WORLD_SIZE")
     world_size = env.require_integer(environ, "WORLD_SIZE", beside="RANK")
+    master, up = _meeting_point(environ)
     local_rank = env.integer(environ, "LOCAL_RANK")
     local_size = env.integer(environ, "LOCAL_WORLD_SIZE")
     return Situation(
@@ -24,12 +25,21 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
         local_size=world_size if local_size is None else local_size,
         node=env.integer(environ, "GROUP_RANK") or 0,
         nodes=env.integer(environ, "GROUP_WORLD_SIZE") or 1,
-        master=_store(environ) or master_from(environ),
-        store_is_up=_store(environ) is not None or environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        master=master,
+        store_is_up=up,
     )
 
 
-def _store(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """The store of phalanx's own launcher. A script that chose its own MASTER_PORT for itself is not disturbed."""
+def _meeting_point(environ: Mapping[str, str]) -> tuple[tuple[str, int] | None, bool]:
+    """Where the store is, and whether the launcher hosts it.
+
+    The launcher's word about MASTER_PORT comes first: it is the nearest one's. Under `phalanx.spawn` there is none,
+    because MASTER_PORT is the function's own to choose; the store is then the one that spawn has started.
+    """
+    master = master_from(environ)
+    if master is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return master, True
     host, _, port = environ.get("PHALANX_STORE", "").rpartition(":")
-    return (host, int(port)) if host else None
+    if host:
+        return (host, int(port)), True
+    return master, False

@@ -34,6 +34,8 @@ _WRAPPING = ("DistributedDataParallel", "data_parallel(", "torch.compile")
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     """Starts a run on this machine and stays until its end; returns the exit code."""
+    if sys.platform != "linux":
+        raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
     check_program(spec)
     if spec.nnodes[1] > 1:
         raise UsageError(

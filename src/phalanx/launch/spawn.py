@@ -52,9 +52,11 @@ def spawn(
     try:
         while not context.join():
             pass
-    except BaseException:
-        context.close()
+    except KeyboardInterrupt:
+        context.interrupt()
         raise
+    finally:
+        context.close()
     return None
 
 
@@ -94,9 +96,10 @@ class SpawnContext:
     def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
         assert self._nursery.address is not None
         environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
-        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-            # mp.spawn sets none of these; a function that chooses its own master must be heard.
-            environment.pop(name)
+        # mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard.
+        del environment["TORCHELASTIC_USE_AGENT_STORE"]
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            del environment[name]
             if name in os.environ:
                 environment[name] = os.environ[name]
         package = os.memfd_create("function")
@@ -131,6 +134,12 @@ class SpawnContext:
         if any(ending.failed for ending in endings):
             _raise(find_cause(endings).cause)
         return True
+
+    def interrupt(self) -> None:
+        """Passes a Ctrl-C on, as a shared terminal would, and waits for the processes to end."""
+        self._watch.stop(signal.SIGINT)
+        while not self._watch.all_exited:
+            self._watch.turn(None)
 
     def close(self) -> None:
         """Ends whatever still runs, and the helpers."""

@@ -224,12 +224,16 @@ def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_c
     frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(Frame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip()))
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
+        message = "(its message cannot be shown)"
     return ErrorRecord(
         rank,
         os.getpid(),
         time.time(),
         name,
-        str(error)[:2000],
+        message[:2000],
         tuple(frames[-20:]),
         text[-_LONGEST_TRACEBACK:],
         exit_code,
