@@ -8,7 +8,8 @@
         dist.all_reduce(total)
         return total.item()
 
-    assert run_ranks(add_up, 4) == [6.0] * 4
+    def test_add_up():
+        assert run_ranks(add_up, 4) == [6.0] * 4
 
 The first call imports torch once, in a helper process; each further call takes some milliseconds.
 """

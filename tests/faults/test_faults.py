@@ -107,6 +107,7 @@ time.sleep(60)
     assert outcome.code == 128 + number
     assert block[0].startswith(f"phalanx: rank 1 failed: {number.name}, {meaning}")
     assert "ranks 0, 2, 3 fell with it" in "".join(block)
+    assert not any("phalanx/launch" in line for line in block), block
     if number != signal.SIGKILL:
         assert any("train.py:14 in crash: os.kill" in line for line in block), block
     assert fault_to_end(tmp_path) <= 1.0

@@ -252,6 +252,14 @@ if __name__ == "__main__":
     assert sorted(got.stdout.splitlines()) == ["inner 0 of 2", "inner 1 of 2"], got.stderr
 
 
+def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
+    """Each new process imports the script; unguarded, that would start processes without end."""
+    text = "import phalanx as px\ndef work(rank): pass\npx.spawn(work, nprocs=2)\n"
+    got = run_script(tmp_path, text)
+    assert got.returncode == 1
+    assert "put the call under `if __name__ == '__main__':`" in got.stderr
+
+
 def test_wrong_values_are_named() -> None:
     with pytest.raises(UsageError, match="nprocs is 0"):
         px.spawn(note, nprocs=0)

@@ -12,6 +12,7 @@ from phalanx.diagnose.findings import Verdict
 from phalanx.events import Ending, Frame
 
 _WIDTH = 160
+_PACKAGE = str(Path(__file__).parents[1])
 _SIGNALS = {
     "SIGKILL": "killed from outside: by the kernel when memory runs out, or by somebody's kill -9",
     "SIGSEGV": "native code touched memory that is not its own",
@@ -87,7 +88,7 @@ def _telling_frames(ending: Ending) -> list[Frame]:
 
 
 def _is_library(file: str) -> bool:
-    if file.startswith("<") or "site-packages" in file or "dist-packages" in file:
+    if file.startswith(("<", _PACKAGE)) or "site-packages" in file or "dist-packages" in file:
         return True
     return file.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")))
 

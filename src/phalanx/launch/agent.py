@@ -20,6 +20,7 @@ from phalanx import events, ports
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause
 from phalanx.errors import LaunchError, UsageError
+from phalanx.launch import program
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.logs import Pump
@@ -29,14 +30,13 @@ from phalanx.launch.spec import LaunchSpec, WorkerSpec, placements, worker_envir
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
-_WRAPPING = ("DistributedDataParallel", "data_parallel(", "torch.compile")
 
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     """Starts a run on this machine and stays until its end; returns the exit code."""
     if sys.platform != "linux":
         raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
-    check_program(spec)
+    program.check(spec)
     if spec.nnodes[1] > 1:
         raise UsageError(
             f"--nnodes {spec.nnodes[1]}: several machines are not supported yet; "
@@ -81,8 +81,8 @@ class Agent:
             self._nursery = Nursery(
                 self._environ,
                 start_method="exec" if spec.program.kind == "command" else spec.start_method,
-                preload=(*late_imports(spec), *spec.preload),
-                script_directory=script_directory(spec),
+                preload=(*program.late_imports(spec), *spec.preload),
+                script_directory=program.script_directory(spec),
                 listener=self._listener,
             )
             self._listener.close()
@@ -146,14 +146,13 @@ class Agent:
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
         assert self._nursery.address is not None
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._log.write)
+        name = self._run_id if self._spec.run_id == "none" else self._spec.run_id
         for place in placements([self._spec.nproc_per_node]):
             events.error_path(self._directory, place.rank).unlink(missing_ok=True)
             member = new_member(
                 self._spec, place, self._directory, attempt, self._console, self._resume, lambda text: self._say([text])
             )
-            environment = worker_environment(
-                self._environ, self._spec, place, self._nursery.address, attempt, self._run_id
-            )
+            environment = worker_environment(self._environ, self._spec, place, self._nursery.address, attempt, name)
             worker = WorkerSpec(
                 place.rank, place.local_rank, self._spec.program, environment, start_method=self._spec.start_method
             )
@@ -294,44 +293,6 @@ class Agent:
 
 class _Interrupted(Exception):
     """A signal came before any worker had started."""
-
-
-def check_program(spec: LaunchSpec) -> None:
-    """What would fail on every rank is said once, before anything starts."""
-    program = spec.program
-    if program.kind in ("script", "path") and not Path(program.target).exists():
-        raise UsageError(f"the script {program.target} does not exist (looked in {Path.cwd()}).")
-    if program.kind == "path" and not Path(program.target).is_absolute():
-        raise UsageError(f"--run-path needs an absolute path, but got {program.target}.")
-    if program.kind == "command":
-        import shutil
-
-        if shutil.which(program.target) is None:
-            raise UsageError(f"the program {program.target} is not on PATH or not executable.")
-
-
-def script_directory(spec: LaunchSpec) -> str | None:
-    """What will stand first on the workers' sys.path."""
-    if spec.program.kind == "module":
-        return str(Path.cwd())
-    if spec.program.kind == "script":
-        target = Path(spec.program.target).resolve()
-        return str(target if target.is_dir() else target.parent)
-    return None
-
-
-def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
-    """What torch itself imports late, in every rank, when a model is wrapped: better once, before the fork.
-
-    A look at the script's text decides. A wrong guess costs a second or two, and nothing else.
-    """
-    if spec.nproc_per_node == 1 or spec.program.kind != "script":
-        return ()
-    try:
-        text = Path(spec.program.target).read_text(errors="replace")
-    except OSError:
-        return ()  # a directory or an archive
-    return ("torch._dynamo",) if any(word in text for word in _WRAPPING) else ()
 
 
 def _standard_input() -> int:

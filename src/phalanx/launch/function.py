@@ -18,6 +18,8 @@ from typing import Any
 
 import cloudpickle
 
+from phalanx.errors import UsageError
+
 
 class _Parcel:
     """Stands in for multiprocessing's Popen while pickling: collects the descriptors that objects want to send."""
@@ -35,6 +37,11 @@ class _Parcel:
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> tuple[bytes, list[int]]:
     """The function with its arguments as bytes, and the descriptors they refer to."""
+    if getattr(process.current_process(), "_inheriting", False):
+        raise UsageError(
+            "phalanx.spawn was called while a new process imports the script; "
+            "put the call under `if __name__ == '__main__':`."
+        )
     parcel = _Parcel()
     main = sys.modules["__main__"]
     importable_main = getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
@@ -83,7 +90,9 @@ def call(rank: int, fds: list[int]) -> None:
     this.authkey = settings["authkey"]
     if settings["preparation"] is not None:
         preparation = {**settings["preparation"], "name": f"SpawnProcess-{rank + 1}", "authkey": settings["authkey"]}
+        this._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(preparation)
+        del this._inheriting  # type: ignore[attr-defined]
     this._config["daemon"] = settings["daemon"]  # type: ignore[attr-defined]
     function, args = pickle.loads(body)
     try:

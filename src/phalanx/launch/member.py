@@ -17,6 +17,7 @@ from phalanx.launch.spec import LaunchSpec, Placement
 
 _TAIL_LINES = 5
 _CRASH_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_PACKAGE = str(Path(__file__).parent)
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
 
@@ -110,7 +111,7 @@ def _crash_frames(report: bytes) -> tuple[events.Frame, ...]:
     frames = []
     for line in current.splitlines()[1:]:
         found = _CRASH_LINE.match(line)
-        if not found:
+        if not found or found["file"].startswith(_PACKAGE):  # from there on it is the launcher's stack
             break
         source = _source_line(found["file"], int(found["line"]))
         frames.append(events.Frame(found["file"], int(found["line"]), found["function"], source))

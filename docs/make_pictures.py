@@ -1,0 +1,56 @@
+"""Draws the pictures of the documentation from real runs: ``python docs/make_pictures.py``."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+DOCS = Path(__file__).parent
+PICTURES = {
+    "failure": "phalanx run --nproc-per-node 4 examples/broken.py",
+    "reference": "phalanx run --nproc-per-node 4 examples/reference.py",
+    "dry-run": "phalanx run --nnodes 2 --nproc-per-node 2 --devices 0,3 --dry-run examples/reference.py",
+}
+
+
+def on_a_terminal(command: str) -> str:
+    """What a person sees, colours included."""
+    primary, secondary = pty.openpty()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.Popen(
+        command.split(),
+        cwd=DOCS.parent,
+        env={**os.environ, "PATH": path, "COLUMNS": "110", "TERM": "xterm-256color"},
+        stdin=subprocess.DEVNULL,
+        stdout=secondary,
+        stderr=secondary,
+    )
+    os.close(secondary)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(primary, 65536)
+        except OSError:  # the terminal's way to say that nobody writes any more
+            break
+    os.close(primary)
+    process.wait()
+    return seen.decode().replace("\r\n", "\n")
+
+
+def main() -> None:
+    for name, command in PICTURES.items():
+        console = Console(record=True, width=112, file=Path(os.devnull).open("w"))
+        console.print(Text(f"$ {command}", style="bold"))
+        console.print(Text.from_ansi(on_a_terminal(command)))
+        console.save_svg(str(DOCS / "images" / f"{name}.svg"), title="phalanx")
+        print(f"{name}.svg: {command}")
+
+
+if __name__ == "__main__":
+    main()

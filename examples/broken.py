@@ -1,0 +1,22 @@
+"""A script with a mistake on one rank: see how a run ends that fails.
+
+phalanx run --nproc-per-node 4 examples/broken.py
+"""
+
+import torch
+import torch.distributed as dist
+
+import phalanx as px
+
+
+def check(labels: torch.Tensor, classes: int) -> None:
+    if int(labels.max()) >= classes:
+        raise ValueError(f"label {int(labels.max())} is not below {classes}, the number of classes")
+
+
+with px.init() as world:
+    for step in range(5):
+        labels = torch.arange(4) + 2 * world.rank * (step == 3)
+        print(f"step {step}: labels {labels.tolist()}")
+        check(labels, classes=8)
+        dist.all_reduce(labels)  # the other ranks wait here for the one that failed

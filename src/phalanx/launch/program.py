@@ -1,0 +1,46 @@
+"""What can be known of a program before it is started."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from phalanx.errors import UsageError
+from phalanx.launch.spec import LaunchSpec
+
+_WRAPPING = ("DistributedDataParallel", "data_parallel(", "torch.compile")
+
+
+def check(spec: LaunchSpec) -> None:
+    """What would fail on every rank is said once, before anything starts."""
+    program = spec.program
+    if program.kind in ("script", "path") and not Path(program.target).exists():
+        raise UsageError(f"the script {program.target} does not exist (looked in {Path.cwd()}).")
+    if program.kind == "path" and not Path(program.target).is_absolute():
+        raise UsageError(f"--run-path needs an absolute path, but got {program.target}.")
+    if program.kind == "command" and shutil.which(program.target) is None:
+        raise UsageError(f"the program {program.target} is not on PATH or not executable.")
+
+
+def script_directory(spec: LaunchSpec) -> str | None:
+    """What will stand first on the workers' sys.path."""
+    if spec.program.kind == "module":
+        return str(Path.cwd())
+    if spec.program.kind == "script":
+        target = Path(spec.program.target).resolve()
+        return str(target if target.is_dir() else target.parent)
+    return None
+
+
+def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
+    """What torch itself imports late, in every rank, when a model is wrapped: better once, before the fork.
+
+    A look at the script's text decides. A wrong guess costs a second or two, and nothing else.
+    """
+    if spec.nproc_per_node == 1 or spec.program.kind != "script":
+        return ()
+    try:
+        text = Path(spec.program.target).read_text(errors="replace")
+    except OSError:
+        return ()  # a directory or an archive
+    return ("torch._dynamo",) if any(word in text for word in _WRAPPING) else ()
