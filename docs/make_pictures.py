@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -45,7 +46,7 @@ def on_a_terminal(command: str) -> str:
 
 def main() -> None:
     for name, command in PICTURES.items():
-        console = Console(record=True, width=112, file=Path(os.devnull).open("w"))
+        console = Console(record=True, width=112, file=io.StringIO())
         console.print(Text(f"$ {command}", style="bold"))
         console.print(Text.from_ansi(on_a_terminal(command)))
         console.save_svg(str(DOCS / "images" / f"{name}.svg"), title="phalanx")

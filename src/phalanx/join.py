@@ -140,6 +140,7 @@ def _await_listener(host: str, port: int, timeout: float) -> None:
     except OSError as error:
         raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({error.strerror}).") from None
     started = time.monotonic()
+    told = started + _FIRST_WORD
     while True:
         left = started + timeout - time.monotonic()
         try:
@@ -151,7 +152,11 @@ def _await_listener(host: str, port: int, timeout: float) -> None:
             reason = "no answer"
         except OSError as error:
             raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
-        if time.monotonic() - started >= timeout:
+        now = time.monotonic()
+        if now >= told:
+            told = now + _FIRST_WORD
+            _tell(f"waiting for the master {host}:{port} for {now - started:.0f} s: {reason}")
+        if now - started >= timeout:
             raise MasterUnreachable(
                 f"the master {host}:{port} was not reached within {timeout:g} s: {reason}. "
                 "Is rank 0 started, with the same address and port?"
@@ -246,7 +251,7 @@ class _Book:
                 break
             if now >= told:
                 told = now + _FIRST_WORD
-                print(f"phalanx: {self._claim} {self._missing_text(now - started)}", file=sys.stderr, flush=True)
+                _tell(f"{self._claim} {self._missing_text(now - started)}")
             wait_for(self._store, "verdict", min(left, _SLICE, told - now))
         return json.loads(self._store.get("verdict"))
 
@@ -254,7 +259,7 @@ class _Book:
         size = self._claim.world_size
         missing = [rank for rank in range(size) if not self._store.check([f"claim/{rank}"])]
         names = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
-        return f"waited {waited:.0f} s for {len(missing)} of {size} ranks that did not come: {names}"
+        return f"waited {waited:.0f} s for {len(missing)} of {size} ranks that have not come: {names}"
 
     def claims(self) -> tuple[Claim, ...]:
         size = self._claim.world_size
@@ -266,6 +271,10 @@ class _Book:
 
 
 _REMOVE = "Remove the file, or give another one."
+
+
+def _tell(text: str) -> None:
+    print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:

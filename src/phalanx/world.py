@@ -17,7 +17,8 @@ from phalanx.join import Claim, Meeting, meet, open_store, wait_for
 if TYPE_CHECKING:
     import torch
 
-_JOIN_TIMEOUT = 60.0
+_REACH_TIMEOUT = 60.0
+_JOIN_TIMEOUT = 300.0
 _LEAVE_TIMEOUT = 10.0
 
 
@@ -103,7 +104,8 @@ def init(
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
         world_size, rank: given, or found.
         store: a torch store that all ranks share, instead of an init_method.
-        timeout: seconds that a collective may take (torch's default: 30 minutes). Joining has at most 60 s.
+        timeout: seconds for reaching the master, for all ranks to come, and for each collective. The defaults are
+            60 s, 300 s and torch's own 30 minutes.
         device: ``cpu``, ``cuda``, ``cuda:1``; by default the card of this local rank if there is one.
         seed: seeds python, numpy and torch with ``seed + rank``.
     """
@@ -116,7 +118,7 @@ def init(
     place = _device(device, situation)
     name = _backend(backend, place)
     limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    meeting, where = _meet(situation, init_method, store, min(limit or _JOIN_TIMEOUT, _JOIN_TIMEOUT))
+    meeting, where = _meet(situation, init_method, store, limit)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
     if place.type == "cuda":
         options["device_id"] = place
@@ -207,7 +209,7 @@ def _backend(asked: str | None, device: torch.device) -> str:
     return asked
 
 
-def _meet(situation: Situation, init_method: str | None, store: Any, timeout: float) -> tuple[Meeting, str]:
+def _meet(situation: Situation, init_method: str | None, store: Any, limit: float | None) -> tuple[Meeting, str]:
     if store is not None:
         if init_method is not None:
             raise UsageError(f"both a store and init_method={init_method!r} were given; give one of them.")
@@ -227,8 +229,9 @@ def _meet(situation: Situation, init_method: str | None, store: Any, timeout: fl
             method = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
             up = situation.store_is_up
         where = method.partition("://")[2]
-        store, hosted = open_store(method, situation.rank, situation.world_size, up, timeout)
-    return meet(_for_this_attempt(store), situation.rank, situation.world_size, timeout, hosted), where
+        store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or _REACH_TIMEOUT)
+    own = _for_this_attempt(store)
+    return meet(own, situation.rank, situation.world_size, limit or _JOIN_TIMEOUT, hosted), where
 
 
 def _alone(situation: Situation) -> tuple[Meeting, str]:

@@ -164,6 +164,19 @@ def test_agent_and_zygote_are_killed_together(script, tmp_path: Path) -> None:
     assert not before & marked_processes()
 
 
+def test_the_zygote_is_killed(script, tmp_path: Path) -> None:
+    agent = start("-m", "phalanx", "run", "--nproc-per-node", "2", script(STUBBORN), cwd=tmp_path)
+    assert agent.stdout is not None
+    for _ in range(2):
+        assert "up" in agent.stdout.readline()
+    (zygote,) = psutil.Process(agent.pid).children()
+    zygote.kill()
+    _, err = agent.communicate(timeout=10)
+    assert agent.returncode == 1
+    assert f"the process that starts the workers (pid {zygote.pid}) was killed by SIGKILL" in err.splitlines()[1]
+    assert len(err.splitlines()) == 2
+
+
 def test_a_grandchild_that_stays_behind_is_ended_with_the_run(phalanx: Runner, script) -> None:
     name = script(
         """

@@ -221,6 +221,11 @@ def test_program_of_any_kind(phalanx: Runner) -> None:
     assert sorted(outcome.lines) == ["[rank 0] 0 of 2", "[rank 1] 1 of 2"]
 
 
+def test_a_program_finds_the_usual_signal_handlers(phalanx: Runner) -> None:
+    outcome = phalanx("run", "--no-python", "sh", "-c", "yes | head -n 1")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "y\n", "")
+
+
 def test_run_path_and_directories_and_zip_files(phalanx: Runner, script, tmp_path: Path) -> None:
     script("import sys; print(__name__, sys.argv[1:])", name="app/__main__.py")
     assert phalanx("run", "app", "x").out == "__main__ ['x']\n"

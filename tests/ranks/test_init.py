@@ -152,7 +152,7 @@ def test_world_sizes_that_differ(tmp_path: Path) -> None:
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3, timeout=3"
     out, seconds = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=2"))
-    assert all(text == "JoinError waited 3 s for 1 of 3 ranks that did not come: 1" for text in out), out
+    assert all(text == "JoinError waited 3 s for 1 of 3 ranks that have not come: 1" for text in out), out
     assert seconds < 15
 
 

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +83,8 @@ def become(birth: Birth) -> None:
 def _exec(spec: WorkerSpec, fds: list[int]) -> None:
     program = spec.program
     argv = spec.argv()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these two; what is executed here should not inherit that
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         if program.kind == "command":
             os.execvp(argv[0], argv)
