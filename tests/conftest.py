@@ -32,6 +32,10 @@ for _name in list(os.environ):
         del os.environ[_name]
 
 
+# A shell may have started this session with Ctrl-C ignored, which every process below would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a command ended."""

@@ -289,6 +289,19 @@ except KeyboardInterrupt:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+def test_nohup_is_respected(script, tmp_path: Path) -> None:
+    name = script("import time; print('up', flush=True); time.sleep(1); print('finished')")
+    ignore = (
+        "import signal, os, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    agent = start("-c", ignore, "python", "-m", "phalanx", "run", name, cwd=tmp_path)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "up\n"
+    agent.send_signal(signal.SIGHUP)
+    out, _ = agent.communicate(timeout=20)
+    assert (agent.returncode, out) == (0, "finished\n")
+
+
 def test_an_interrupt_before_anything_has_started(script, tmp_path: Path) -> None:
     agent = start("-m", "phalanx", "run", "--nproc-per-node", "2", script("print('no')"), cwd=tmp_path)
     assert agent.stderr is not None

@@ -6,6 +6,7 @@ one comes or a deadline passes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import selectors
@@ -201,7 +202,8 @@ class Agent:
     def _resume(self, pump: Pump) -> None:
         """Called on the console's thread: this pump may be read again."""
         self._resumable.append(pump)
-        self._wake_writer.send(b"\0")
+        with contextlib.suppress(BlockingIOError):  # full: the loop is about to wake anyway
+            self._wake_writer.send(b"\0")
 
     def _resume_pumps(self) -> None:
         while self._resumable:
@@ -221,7 +223,9 @@ class Agent:
         """Signals become events of the loop. Returns what puts the old handlers back."""
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
-        numbers = [getattr(signal, name) for name in self._spec.signals]
+        asked = [getattr(signal, name) for name in self._spec.signals]
+        # One that was ignored from the start stays so: that is how nohup and a shell's & work.
+        numbers = [number for number in asked if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, lambda got, _: self._signals.append(got)) for number in numbers}
         wakeup = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda: self._wake_reader.recv(4096))
@@ -245,6 +249,8 @@ class Agent:
             if not self._watch.any_started:
                 self._nursery.kill()  # nothing of the user's has started yet
                 raise _Interrupted
+            if again and self._watch.all_exited:
+                raise _Interrupted  # only the console is waited for, and the user does not want to
             self._watch.stop(number, at_once=again)
 
     # ---- the end
@@ -292,7 +298,7 @@ class Agent:
 
 
 class _Interrupted(Exception):
-    """A signal came before any worker had started."""
+    """A signal came when no worker ran: before the first had started, or after the last had ended."""
 
 
 def _standard_input() -> int:

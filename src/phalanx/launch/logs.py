@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phalanx.launch.console import Console
 
-_PIPE_SIZE = 1 << 20
+_PIPE_SIZE = 1 << 18  # of two pipes a rank; more would soon meet the limit the kernel sets for a user
 _READ_SIZE = 1 << 20
 _QUOTA = 4 << 20  # bytes of one stream that may wait for the console before its rank has to wait
 _LONGEST_LINE = 1 << 20
