@@ -1,8 +1,8 @@
 """Data that is prepared once: rank 0 goes first and writes the file, the others then find it.
 
-    phalanx run --nproc-per-node 4 examples/prepare_once.py --data /tmp/phalanx-data
+    phalanx run --nproc-per-node 4 examples/prepare_once.py --data prepared
 
-Started a second time, rank 0 finds it too. If /tmp/phalanx-data is a disk of each machine's own, rank 0's file is not
+Started a second time, rank 0 finds it too. If the directory lies on a disk of each machine's own, rank 0's file is not
 there for the others: px.rank_zero_first(local=True) lets one rank of each machine go first.
 """
 

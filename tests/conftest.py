@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +57,26 @@ class Outcome:
         lines = self.err.splitlines()
         starts = [index for index, line in enumerate(lines) if line.startswith("phalanx: ")]
         return lines[starts[-1] :] if starts else []
+
+
+def by_rank(outcome: Outcome) -> dict[int, list[str]]:
+    """What each rank printed, from lines like ``[rank 1] text``."""
+    found: dict[int, list[str]] = {}
+    for line in outcome.lines:
+        matched = re.fullmatch(r"\[rank +(\d+)\] (.*)", line)
+        assert matched, line
+        found.setdefault(int(matched[1]), []).append(matched[2])
+    return found
+
+
+def read_terminal(primary: int) -> bytes:
+    """Everything that is written to the other side of a terminal, until nobody has it open; closes this side."""
+    seen = b""
+    with contextlib.suppress(OSError):  # the terminal's way to say that
+        while True:
+            seen += os.read(primary, 4096)
+    os.close(primary)
+    return seen
 
 
 Runner = Callable[..., Outcome]

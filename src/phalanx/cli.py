@@ -73,9 +73,9 @@ def _start(spec, dry_run: bool) -> int:
 
         dryrun.show(spec, os.environ)
         return 0
-    from phalanx.launch import agent
+    from phalanx.launch.run import run
 
-    return agent.run(spec, os.environ)
+    return run(spec, os.environ)
 
 
 def _bench(arguments: list[str]) -> int:

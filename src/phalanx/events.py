@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +116,8 @@ def new_run_id() -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Whole or not at all: written aside, then renamed."""
+    import tempfile
+
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
             json.dump(content, file, indent=2, default=str)

@@ -12,18 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REPOSITORY, Outcome, Runner
+from tests.conftest import REPOSITORY, Outcome, Runner, by_rank
 
 COMM = REPOSITORY / "examples" / "comm"
 RANKS = 4
-
-
-def by_rank(outcome: Outcome) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for line in outcome.lines:
-        rank, text = re.fullmatch(r"\[rank (\d)\] (.*)", line).groups()  # type: ignore[union-attr]
-        found.setdefault(int(rank), []).append(text)
-    return found
 
 
 def test_every_pattern_has_its_example() -> None:

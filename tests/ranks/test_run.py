@@ -15,15 +15,7 @@ import psutil
 import pytest
 
 from phalanx.launch.devices import usable_cores
-from tests.conftest import Outcome, Runner, start
-
-
-def by_rank(outcome: Outcome) -> dict[int, list[str]]:
-    found: dict[int, list[str]] = {}
-    for line in outcome.lines:
-        rank, text = re.fullmatch(r"\[rank +(\d+)\] (.*)", line).groups()  # type: ignore[union-attr]
-        found.setdefault(int(rank), []).append(text)
-    return found
+from tests.conftest import Runner, by_rank, read_terminal, start
 
 
 def test_the_environment_is_torchruns(phalanx: Runner, script, tmp_path: Path) -> None:
@@ -282,13 +274,7 @@ def test_a_progress_bar_of_every_rank(script, tmp_path: Path) -> None:
         "-m", "phalanx", "run", "--nproc-per-node", "2", name, cwd=tmp_path, stdout=secondary, stderr=secondary
     )
     os.close(secondary)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(primary, 4096)
-        except OSError:
-            break
-    os.close(primary)
+    shown = read_terminal(primary)
     assert agent.wait(timeout=20) == 0
     lines = re.sub(rb"\x1b\[\d*m", b"", shown).replace(b"\r\n", b"\n").split(b"\n")
     final = [line.rpartition(b"\x1b[K")[2] for line in lines if b"100%" in line]
@@ -320,11 +306,6 @@ def test_a_prompt_is_shown_before_its_newline(script, tmp_path: Path) -> None:
     while b"name? " not in shown and time.monotonic() < deadline:
         shown += os.read(primary, 4096)
     os.write(primary, b"Ada\n")
-    while True:
-        try:
-            shown += os.read(primary, 4096)
-        except OSError:
-            break
-    os.close(primary)
+    shown += read_terminal(primary)
     assert agent.wait(timeout=20) == 0
     assert b"hello Ada" in shown

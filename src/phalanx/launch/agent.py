@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from phalanx import events, ports
+from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause
-from phalanx.errors import LaunchError, UsageError
-from phalanx.launch import program
+from phalanx.errors import LaunchError
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.logs import Pump
@@ -33,28 +32,12 @@ from phalanx.launch.watch import Watch
 _TICK = 0.5
 
 
-def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
-    """Starts a run on this machine and stays until its end; returns the exit code."""
-    if sys.platform != "linux":
-        raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
-    program.check(spec)
-    if spec.nnodes[1] > 1:
-        raise UsageError(
-            f"--nnodes {spec.nnodes[1]}: several machines are not supported yet; "
-            "--dry-run shows the ranks they would have."
-        )
-    listener = ports.listen(ports.LOOPBACK, spec.master_port)
-    run_id = events.new_run_id()
-    directory = events.new_run_directory(Path(spec.log_dir), run_id)
-    return Agent(spec, environ, listener, directory).run()
-
-
 class Agent:
     """One run on this node, from its run directory to its exit code. Use it once."""
 
-    def __init__(self, spec: LaunchSpec, environ: Mapping[str, str], listener: socket.socket, directory: Path) -> None:
+    def __init__(self, spec: LaunchSpec, environ: Mapping[str, str], nursery: Nursery, directory: Path) -> None:
         self._spec = spec
-        self._listener = listener
+        self._nursery = nursery
         self._directory = directory
         self._run_id = directory.name
         self._log = events.EventLog(directory / "agent.events.jsonl")
@@ -75,22 +58,10 @@ class Agent:
 
     def run(self) -> int:
         """From the first process to the last; returns the exit code."""
-        spec = self._spec
         restore = self._take_signals()
         try:
             self._announce()
-            self._nursery = Nursery(
-                self._environ,
-                start_method="exec" if spec.program.kind == "command" else spec.start_method,
-                preload=(*program.late_imports(spec), *spec.preload),
-                script_directory=program.script_directory(spec),
-                listener=self._listener,
-            )
-            self._listener.close()
-            try:
-                return self._run_attempts()
-            finally:
-                self._nursery.close()
+            return self._run_attempts()
         except _Interrupted:
             assert self._signalled is not None
             return 128 + self._signalled
@@ -104,16 +75,13 @@ class Agent:
 
     def _announce(self) -> None:
         spec = self._spec
-        count = spec.nproc_per_node
-        words = f"{count} ranks"
-        if count > 1 and "OMP_NUM_THREADS" not in self._environ:
-            cores = usable_cores()
-            threads = max(1, cores // count)
-            self._environ["OMP_NUM_THREADS"] = str(threads)
-            words += f", OMP_NUM_THREADS={threads} for each (cores {cores}, divided by ranks)"
-        self._environ["PHALANX_RUN_DIR"] = str(self._directory)
-        if count > 1:
-            self._say([f"{words}; logs in {report.shorten_path(str(self._directory))}"])
+        if spec.nproc_per_node > 1:
+            threads = ""
+            if self._environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
+                count = self._environ["OMP_NUM_THREADS"]
+                threads = f", OMP_NUM_THREADS={count} for each (cores {usable_cores()}, divided by ranks)"
+            directory = report.shorten_path(str(self._directory))
+            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {directory}"])
         content = {
             "run_id": self._run_id,
             "host": self._host,

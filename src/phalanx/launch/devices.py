@@ -26,6 +26,13 @@ def usable_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
     return max(1, min(cores, int(quota) // int(period)))
 
 
+def thread_setting(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank."""
+    if processes == 1 or "OMP_NUM_THREADS" in environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes))}
+
+
 def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
     """The CUDA cards a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")

@@ -56,9 +56,7 @@ def _title(spec: LaunchSpec, world_size: int) -> str:
 
 
 def _environment(spec: LaunchSpec, place: Placement, environ: Mapping[str, str]) -> dict[str, str]:
-    base = dict(environ)
-    if spec.nproc_per_node > 1:
-        base.setdefault("OMP_NUM_THREADS", str(max(1, devices.usable_cores() // spec.nproc_per_node)))
+    base = {**environ, **devices.thread_setting(spec.nproc_per_node, environ)}
     address = spec.master_addr if place.nnodes > 1 else "127.0.0.1"
     environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id)
     if not spec.master_port:

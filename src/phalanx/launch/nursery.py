@@ -13,14 +13,13 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.errors import LaunchError
+from phalanx.launch import boot
 from phalanx.launch.channel import Channel
 from phalanx.launch.spec import WorkerSpec
-from phalanx.launch.worker import boot, interpreter_flags
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Nursery:
         script_directory: str | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        self.token = uuid.uuid4().hex
+        self.token = os.urandom(16).hex()
         self._keeper: Channel | None = None
         self._answers_due = 0
         self.address: tuple[str, int] | None = listener.getsockname()[:2] if listener else None
@@ -63,12 +62,7 @@ class Nursery:
         ours, theirs = Channel.pair()
         self.channel = ours
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                *interpreter_flags(),
-                "-c",
-                boot(f"phalanx.launch.zygote.main({theirs.fileno()})"),
-            ],
+            boot.command(f"phalanx.launch.zygote.main({theirs.fileno()})"),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C on the terminal is for the agent to pass on

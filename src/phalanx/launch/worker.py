@@ -15,7 +15,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -28,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.events import ErrorRecord, Frame
-from phalanx.launch import orphans
+from phalanx.launch import boot, orphans
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
 
@@ -47,21 +46,6 @@ class Birth:
     """stdin, stdout, stderr, the report pipe; for a function also its pickle and the files it refers to."""
     disguise: Disguise
     by_exec: bool
-
-
-def boot(call: str) -> str:
-    """Program text for ``python -c`` that runs ``call`` with nothing of the current directory in the way."""
-    root = str(Path(__file__).parents[2])
-    module = call.partition("(")[0].rpartition(".")[0]
-    return (
-        f"import sys; sys.path[0] == '' and sys.path.pop(0); sys.path.append({root!r}); "
-        f"import {module}; sys.path.pop(); {call}"
-    )
-
-
-def interpreter_flags() -> list[str]:
-    """-O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children."""
-    return subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def become(birth: Birth) -> None:
@@ -98,8 +82,7 @@ def _exec(spec: WorkerSpec, fds: list[int]) -> None:
         json.dump(dataclasses.asdict(spec), file)
     for fd in (note, *fds):
         os.set_inheritable(fd, True)
-    call = boot(f"phalanx.launch.worker.main({[note, *fds]})")
-    os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", call])
+    os.execv(sys.executable, boot.command(f"phalanx.launch.worker.main({[note, *fds]})"))
 
 
 def main(fds: list[int]) -> None:

@@ -1,0 +1,23 @@
+"""How a Python process of ours is started, so that nothing of the current directory gets in its way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def command(call: str) -> list[str]:
+    """The command that runs ``call``, such as ``phalanx.launch.zygote.main(5)``, in this same interpreter."""
+    root = str(Path(__file__).parents[2])
+    module = call.partition("(")[0].rpartition(".")[0]
+    text = (
+        f"import sys; sys.path[0] == '' and sys.path.pop(0); sys.path.append({root!r}); "
+        f"import {module}; sys.path.pop(); {call}"
+    )
+    return [sys.executable, *_flags(), "-c", text]
+
+
+def _flags() -> list[str]:
+    """-O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children."""
+    return subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
