@@ -10,8 +10,9 @@ import phalanx as px
 
 
 def check(labels: torch.Tensor, classes: int) -> None:
-    if int(labels.max()) >= classes:
-        raise ValueError(f"label {int(labels.max())} is not below {classes}, the number of classes")
+    largest = int(labels.max())
+    if largest >= classes:
+        raise ValueError(f"label {largest} is not below {classes}")
 
 
 with px.init() as world:

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -294,7 +295,7 @@ def test_nohup_is_respected(script, tmp_path: Path) -> None:
     ignore = (
         "import signal, os, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     )
-    agent = start("-c", ignore, "python", "-m", "phalanx", "run", name, cwd=tmp_path)
+    agent = start("-c", ignore, sys.executable, "-m", "phalanx", "run", name, cwd=tmp_path)
     assert agent.stdout is not None
     assert agent.stdout.readline() == "up\n"
     agent.send_signal(signal.SIGHUP)
