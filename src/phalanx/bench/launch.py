@@ -162,7 +162,7 @@ def write(settings: Settings, described: dict[str, str], samples: Sequence[Sampl
     stem = settings.out / f"launch-{day}"
     content = {
         "machine": described,
-        "settings": dataclasses.asdict(settings),
+        "settings": {name: value for name, value in vars(settings).items() if name != "out"},
         "samples": [dataclasses.asdict(sample) for sample in samples],
     }
     stem.with_suffix(".json").write_text(json.dumps(content, indent=1, default=str) + "\n")
