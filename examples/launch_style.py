@@ -59,6 +59,7 @@ def main() -> None:
     equal = replicas_equal(model)
     if rank == 0:
         print(f"replicas equal: {equal}", flush=True)
+    dist.barrier()
     dist.destroy_process_group()
     if not equal:
         raise SystemExit(f"rank {rank} has other parameters than some other rank")

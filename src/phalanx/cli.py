@@ -42,8 +42,18 @@ def launch_main() -> None:
     sys.exit(_say_errors(lambda: _launch(sys.argv[1:])))
 
 
+def _open_standard_streams() -> None:
+    """One that was closed would give its number to the next file that is opened."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def _say_errors(command: Callable[[], int]) -> int:
     """A user's mistake is a sentence, not a traceback."""
+    _open_standard_streams()
     try:
         return command()
     except PhalanxError as error:

@@ -41,6 +41,7 @@ _WRITTEN_FOR_WORKERS = {
     "OMP_NUM_THREADS": "threads of each process: cores divided by local ranks, unless it was set",
     "CUDA_VISIBLE_DEVICES": "the cards a process may see; set by --devices and --virtual-local-rank",
     "GLOO_SOCKET_IFNAME": "the interface gloo listens on: loopback when all ranks are on one machine",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1: a failed nccl collective ends its process, unless it was set",
     "PHALANX_RUN_DIR": "the run directory",
     "PHALANX_RUN_TOKEN": "marks every process of a run, so that none can be left over",
     "PHALANX_STORE": "host:port of the run's store",

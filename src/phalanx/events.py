@@ -4,7 +4,7 @@
       run.json                 the LaunchSpec, written before anything starts
       agent.events.jsonl       one line an event of the agent: started, exited, restarting, ended
       rank-N.log               everything rank N printed, and the traceback it died with
-      error-N.json             an ErrorRecord, written by rank N itself when its script raises
+      error-N.json             an ErrorRecord: what rank N told of the exception that ended its script
       report.json              how the run ended: cause, victims, exit codes
 
 The files are the only interface between a run and what reports on it.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import time
@@ -90,14 +91,25 @@ def new_run_directory(base: Path, run_id: str) -> Path:
         ignore = base / ".gitignore"
         if not any(base.iterdir()):
             ignore.write_text("*\n")
-        directory = base / run_id
-        directory.mkdir(mode=0o700)
+        directory = _first_free(base, run_id)
     except OSError as error:
         raise LaunchError(
             f"cannot write the run directory {base / run_id}: {error.strerror}. Give another place with --log-dir."
         ) from None
     _point_latest(base, directory)
     return directory.absolute()
+
+
+def _first_free(base: Path, run_id: str) -> Path:
+    """Two containers may share the directory and have the same pid in the same second."""
+    for number in itertools.count():
+        directory = base / (f"{run_id}-{number}" if number else run_id)
+        try:
+            directory.mkdir(mode=0o700)
+            return directory
+        except FileExistsError:
+            continue
+    raise AssertionError("the numbers never end")
 
 
 def _point_latest(base: Path, directory: Path) -> None:
@@ -110,7 +122,7 @@ def _point_latest(base: Path, directory: Path) -> None:
 
 
 def new_run_id() -> str:
-    """A name that sorts by time and is not given twice: date, time and the agent's pid."""
+    """A name that sorts by time: date, time and the agent's pid."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
@@ -137,15 +149,6 @@ def log_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"rank-{rank}.log"
 
 
-def read_error(run_directory: Path, rank: int) -> ErrorRecord | None:
-    """The rank's own account of its failure, None when it left none."""
-    try:
-        fields = json.loads(error_path(run_directory, rank).read_text())
-    except FileNotFoundError:
-        return None
-    return error_from_fields(fields)
-
-
 def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:
     """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
     return ErrorRecord(**{**fields, "frames": tuple(Frame(**frame) for frame in fields["frames"])})
@@ -167,7 +170,3 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

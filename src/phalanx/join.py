@@ -6,6 +6,7 @@ Here every rank first writes down who it is; what does not fit together is an er
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from phalanx import errors, ports
+from phalanx import errors, ports, stores
 from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
 
 _SLICE = 2.0
@@ -38,18 +39,29 @@ class Claim:
     pid: int
     born: float
     """Start of the process, to tell it from a later one with the same pid."""
+    machine: str
+    """The running kernel and its table of processes: only within one does a pid mean the same process."""
 
     @staticmethod
     def of_this_process(rank: int, world_size: int) -> Claim:
-        return Claim(rank, world_size, socket.gethostname(), os.getpid(), _birth(os.getpid()) or 0.0)
+        born = _birth(os.getpid()) or 0.0
+        return Claim(rank, world_size, socket.gethostname(), os.getpid(), born, _machine())
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
     @property
     def has_died(self) -> bool:
-        """Known for certain only on the same host."""
-        return self.host == socket.gethostname() and _birth(self.pid) != self.born
+        """Known for certain only where its pid means anything to us."""
+        return self.machine == _machine() and _birth(self.pid) != self.born
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _birth(pid: int) -> float | None:
@@ -84,7 +96,7 @@ def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: 
             f"init_method {init_method!r} has no port or no host; it should look like tcp://10.0.0.1:29500."
         )
     if rank == 0 and not up:
-        return _serve(url.hostname, url.port), True
+        return _serve(url.hostname, url.port, timeout), True
     return _connect(url.hostname, url.port, timeout), False
 
 
@@ -96,17 +108,23 @@ def _file_store(path: str, world_size: int) -> Any:
     return FileStore(path, world_size)
 
 
-def _serve(host: str, port: int) -> Any:
-    from torch.distributed import TCPStore
+def _serve(host: str, port: int, timeout: float) -> Any:
+    from torch.distributed import DistError
 
-    # A loopback master is for this machine alone; any other name may stand for several addresses.
-    address = ports.LOOPBACK if host in ("localhost", ports.LOOPBACK) else "0.0.0.0"
     try:
-        listener = ports.listen(address, port)
-    except errors.PortBusy as busy:
-        raise JoinError(f"rank 0 cannot serve {host}:{port}: {busy}") from None
-    actual = listener.getsockname()[1]
-    return TCPStore(host, actual, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        with contextlib.closing(ports.listen(_address_to_serve(host), port)) as listener:
+            return stores.serve(host, listener, timeout)
+    except errors.LaunchError as error:
+        raise JoinError(f"rank 0 cannot serve {host}:{port}: {error}") from None
+    except DistError as error:
+        raise MasterUnreachable(f"rank 0 serves {host}:{port} and cannot reach it: {_first_line(error)}") from None
+
+
+def _address_to_serve(host: str) -> str:
+    """A loopback master is for this machine alone; any other name may stand for several addresses."""
+    if host in ("localhost", "::1") or host.startswith("127."):
+        return ports.LOOPBACK if host == "localhost" else host
+    return "::" if ":" in host else "0.0.0.0"
 
 
 def _connect(host: str, port: int, timeout: float) -> Any:

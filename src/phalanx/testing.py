@@ -26,6 +26,7 @@ from typing import Any
 
 from phalanx import ports
 from phalanx.errors import PhalanxError
+from phalanx.launch.channel import anonymous_file
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spawn import SpawnContext
 
@@ -45,12 +46,16 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, join_group: bool = Tru
     Raises what torch.multiprocessing.spawn raises if a rank fails: ProcessRaisedException with its traceback.
     """
     with contextlib.ExitStack() as stack:
-        slots = [stack.enter_context(contextlib.closing(_Slot(os.memfd_create("result")))) for _ in range(n)]
-        context = SpawnContext(_call, (fn, args, slots, join_group), n, daemon=True, nursery=_warm_nursery())
+        slots = [stack.enter_context(contextlib.closing(_Slot(anonymous_file("result")))) for _ in range(n)]
+        context = SpawnContext(_call, (fn, args, slots, join_group), n, daemon=False, nursery=_warm_nursery())
         stack.callback(context.close)
         if not context.join(timeout):
-            raise PhalanxError(f"{fn.__name__} did not end on all of {n} ranks within {timeout:g} s.")
+            raise PhalanxError(f"{_name(fn)} did not end on all of {n} ranks within {timeout:g} s.")
         return [slot.load() for slot in slots]
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", repr(fn))
 
 
 def close() -> None:
@@ -63,6 +68,8 @@ def close() -> None:
 
 def _warm_nursery() -> Nursery:
     global _warm
+    if _warm is not None and _warm.has_ended:
+        close()
     if _warm is None:
         with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
             _warm = Nursery(os.environ, listener=listener)

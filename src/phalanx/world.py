@@ -205,7 +205,8 @@ def _backend(asked: str | None, device: torch.device) -> str:
     if asked in available and not available[asked]():
         raise UsageError(f"backend {asked!r}: this torch was built without it; leave it out to get one that fits.")
     if asked not in available and asked not in dist.Backend.backend_list and ":" not in asked:
-        raise UsageError(f"backend {asked!r} is unknown; torch here has {', '.join(dist.Backend.backend_list[1:])}.")
+        there = [name for name, is_there in available.items() if is_there()]
+        raise UsageError(f"backend {asked!r} is unknown; torch here has {', '.join(there)}.")
     return asked
 
 
@@ -269,7 +270,9 @@ def _leave(world: World, *, in_peace: bool) -> None:
     if not dist.is_initialized():
         return
     if not in_peace and world.device.type == "cuda":
-        dist.distributed_c10d._abort_process_group()  # an orderly end would wait for kernels that never finish
+        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+        if abort is not None:  # since torch 2.5; an orderly end would wait for kernels that never finish
+            abort()
         return
     meeting = world._meeting
     if in_peace and meeting is not None and meeting.store is not None and world.size > 1:

@@ -290,6 +290,61 @@ except KeyboardInterrupt:
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+def test_ctrl_c_while_the_ranks_are_being_started(script, tmp_path: Path) -> None:
+    """Those that are on their way when the signal comes are told as well; those that are not yet are called off."""
+    name = script("import time; print('up', flush=True); time.sleep(60)")
+    agent = start("-m", "phalanx", "run", "--nproc-per-node", "24", name, cwd=tmp_path)
+    log = tmp_path / "runs/latest/agent.events.jsonl"
+    while not log.exists() or "started" not in log.read_text():
+        time.sleep(0.005)
+    agent.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    agent.communicate(timeout=20)
+    assert agent.returncode == 130
+    assert time.monotonic() - began < 7.0
+
+
+def test_sigterm_to_every_process_leaves_time_to_save(script, tmp_path: Path) -> None:
+    """As a batch system does it at the end of a job's time."""
+    name = script(
+        """
+        import signal, sys, time
+        def save(*_):
+            time.sleep(0.5)
+            open("saved", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("up", flush=True)
+        time.sleep(60)
+        """
+    )
+    agent = start("-m", "phalanx", "run", name, cwd=tmp_path)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "up\n"
+    for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:
+        process.terminate()
+    agent.communicate(timeout=20)
+    assert agent.returncode == 143
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_hundred_and_fifty_processes(phalanx: Runner) -> None:
+    outcome = phalanx("run", "--nproc-per-node", "150", "--no-python", "sh", "-c", "echo $RANK")
+    assert outcome.code == 0, outcome.err
+    assert sorted(int(line.rpartition(" ")[2]) for line in outcome.lines) == list(range(150))
+
+
+def test_the_block_is_seen_when_nobody_reads_the_output(script, tmp_path: Path) -> None:
+    name = script("print('a')\nprint('b')\nraise ValueError('seen')")
+    agent = start("-m", "phalanx", "run", name, cwd=tmp_path)
+    assert agent.stdout is not None
+    agent.stdout.close()
+    assert agent.stderr is not None
+    assert "ValueError: seen" in agent.stderr.read()
+    agent.stderr.close()
+    assert agent.wait(timeout=10) == 1
+
+
 def test_nohup_is_respected(script, tmp_path: Path) -> None:
     name = script("import time; print('up', flush=True); time.sleep(1); print('finished')")
     ignore = (

@@ -241,3 +241,11 @@ def test_another_interpreter(phalanx: Runner, script, tmp_path: Path) -> None:
     outcome = phalanx("run", script("print('ran')"), env={"PYTHON_EXEC": str(other)})
     assert outcome.lines == ["wrapped", "ran"]
     assert "the interpreter is" in outcome.err
+
+
+def test_a_file_with_the_name_of_a_standard_module(phalanx: Runner, script) -> None:
+    """Plain Python finds the script's own; so must a worker, however it is started."""
+    script("answer = 44", name="sub/random.py")
+    name = script("import random; print(random.answer)", name="sub/train.py")
+    for method in ("auto", "exec"):
+        assert phalanx("run", "--start-method", method, name).out == "44\n"

@@ -100,6 +100,22 @@ def fill(rank: int, queue, event, shared) -> None:
     shared[rank] = rank + 1
 
 
+def test_a_function_without_a_home_takes_queues_and_shared_tensors_too() -> None:
+    import torch
+
+    shared = torch.zeros(2).share_memory_()
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+
+    def work(rank: int, shared, queue) -> None:
+        shared[rank] = rank + 1
+        queue.put(rank)
+
+    px.spawn(work, (shared, queue), nprocs=2)
+    assert shared.tolist() == [1.0, 2.0]
+    assert sorted(queue.get() for _ in range(2)) == [0, 1]
+    queue.close()
+
+
 def test_a_function_without_a_home(tmp_path: Path) -> None:
     word = "local"
     px.spawn(lambda rank: (tmp_path / f"{word}-{rank}").touch(), nprocs=2)

@@ -56,6 +56,7 @@ def test_environment_has_torchruns_variables() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PHALANX_STORE": "127.0.0.1:1234",
         "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
 
 

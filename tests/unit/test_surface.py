@@ -28,7 +28,8 @@ FLAGS = """
 WRITTEN = """
 CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR
 MASTER_PORT OMP_NUM_THREADS PHALANX_RUN_DIR PHALANX_RUN_TOKEN PHALANX_STORE RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
-TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE WORLD_SIZE
+TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE
+TORCH_NCCL_ASYNC_ERROR_HANDLING WORLD_SIZE
 """.split()
 
 READ_ONLY = """
@@ -38,7 +39,7 @@ SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID
 SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE CONDA_PREFIX CONDA_DEFAULT_ENV
 """.split()
 
-HALLWAY = {"env", "errors", "events", "ports"}
+HALLWAY = {"env", "errors", "events", "ports", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
@@ -53,11 +54,12 @@ EDGES = {
     "join": set(),
     "launch": {"diagnose", "cli"},  # cli: only from launch/__main__.py
     "ports": set(),
+    "stores": set(),
     "testing": {"launch", "phalanx"},
     "world": {"cluster", "join"},
 }
 
-TORCH_IN_LAUNCH = {"disguise", "keeper", "spawn"}  # the last only to raise mp.spawn's own exceptions
+TORCH_IN_LAUNCH = {"disguise", "spawn"}  # the last only to raise mp.spawn's own exceptions
 
 
 def test_public_names() -> None:

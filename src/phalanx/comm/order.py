@@ -47,7 +47,7 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    leader = world.rank - world.local_rank if local else 0
+    leader = _first_of_the_node(world) if local else 0
     key = f"phalanx/first/{local}/{next(_turns[local])}/{leader}"
     if world.rank != leader:
         _follow(world, leader, key)
@@ -59,6 +59,14 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
         world.store.set(key, f"{type(error).__name__}: {error}")
         raise
     world.store.set(key, "done")
+
+
+def _first_of_the_node(world: World) -> int:
+    """The smallest rank on this host: launchers may deal ranks out to the nodes in turn."""
+    if not world.claims:
+        return world.rank - world.local_rank
+    here = world.claims[world.rank].host
+    return min(claim.rank for claim in world.claims if claim.host == here)
 
 
 def _follow(world: World, leader: int, key: str) -> None:

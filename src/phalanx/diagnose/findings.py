@@ -16,7 +16,7 @@ _CONSEQUENCES = re.compile(
     r"|application timeout caused pair closure",
     re.IGNORECASE,
 )
-_CONSEQUENCE_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed", "PeerLost")
+_CONSEQUENCE_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed")
 
 
 @dataclass(frozen=True)

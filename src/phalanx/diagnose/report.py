@@ -100,12 +100,12 @@ def _place(frame: Frame) -> str:
 
 
 def shorten_path(file: str) -> str:
-    """Relative to the working directory when that is shorter."""
+    """Relative to the working directory, for what lies below it."""
     try:
         relative = os.path.relpath(file)
     except ValueError:
         return file
-    return relative if len(relative) < len(file) else file
+    return file if relative.startswith("..") or os.getcwd() == "/" else relative  # noqa: PTH109
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -30,6 +30,7 @@ from phalanx.launch.spec import LaunchSpec, WorkerSpec, placements, worker_envir
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
+_DRAIN_SECONDS = 2.0  # after a signal, how long to wait for somebody to read the console
 
 
 class Agent:
@@ -102,7 +103,10 @@ class Agent:
             self._nursery.fresh_store(wait=attempt > 0)
             endings = self._run_attempt(attempt)
             if self._signalled is not None:
-                return self._end(128 + self._signalled, endings, None, attempt)
+                # What had failed before the signal came is told all the same.
+                failed = any(ending.failed and not ending.asked for ending in endings)
+                verdict = find_cause(endings) if failed else None
+                return self._end(128 + self._signalled, endings, verdict, attempt)
             if not any(ending.failed for ending in endings):
                 return self._end(0, endings, None, attempt)
             verdict = find_cause(endings)
@@ -129,7 +133,8 @@ class Agent:
         self._loop_until(lambda: self._watch.all_exited)
         self._watch.finish()
         # Nobody can write to the pipes any more, so each of them ends.
-        self._loop_until(lambda: not self._streams())
+        drained_by = time.monotonic() + _DRAIN_SECONDS
+        self._loop_until(lambda: not self._streams() or (self._signalled is not None and time.monotonic() > drained_by))
         endings = self._watch.endings()
         for ending in endings:
             if ending.error is not None:
@@ -235,6 +240,7 @@ class Agent:
         self._keep("report.json", content)
         self._log.write("ended", exit_code=exit_code)
         if verdict is not None:
+            self._flush_console()
             block = report.failure_block(
                 verdict,
                 world_size=len(endings),
@@ -245,6 +251,11 @@ class Agent:
             )
             self._say(block)
         return exit_code
+
+    def _flush_console(self) -> None:
+        """The ranks' own lines first; but who has signalled does not want to wait for a reader."""
+        while not self._console.flush(0.2) and not self._signals and self._signalled is None:
+            pass
 
     def _keep(self, name: str, content: Mapping[str, object]) -> None:
         """A file of the run directory. That it cannot be written is said, and is no reason to stop a run."""

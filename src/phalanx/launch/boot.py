@@ -8,12 +8,15 @@ from pathlib import Path
 
 
 def command(call: str) -> list[str]:
-    """The command that runs ``call``, such as ``phalanx.launch.zygote.main(5)``, in this same interpreter."""
+    """The command that runs ``call``, such as ``phalanx.launch.zygote.main(5, fresh)``, in this same interpreter.
+
+    In it ``fresh`` names the modules that an interpreter has before anything of ours is imported.
+    """
     root = str(Path(__file__).parents[2])
     module = call.partition("(")[0].rpartition(".")[0]
     text = (
-        f"import sys; sys.path[0] == '' and sys.path.pop(0); sys.path.append({root!r}); "
-        f"import {module}; sys.path.pop(); {call}"
+        f"import sys; fresh = frozenset(sys.modules); sys.path[0] == '' and sys.path.pop(0); "
+        f"sys.path.append({root!r}); import {module}; sys.path.pop(); {call}"
     )
     return [sys.executable, *_flags(), "-c", text]
 

@@ -6,6 +6,7 @@ A message is one JSON object; the descriptors that travel with it arrive as new 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -50,9 +51,9 @@ class Channel:
         fds: list[int] = []
         try:
             while len(header) < _HEADER.size:
-                part, new_fds, _, _ = socket.recv_fds(
-                    self._socket, _HEADER.size - len(header), _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
+                part, new_fds, _, _ = socket.recv_fds(self._socket, _HEADER.size - len(header), _MOST_DESCRIPTORS)
+                for fd in new_fds:
+                    os.set_inheritable(fd, False)  # recv_fds forgets the flag that asks for this
                 fds += new_fds
                 if not part:
                     return None
@@ -75,8 +76,15 @@ class Channel:
             parts += part
         return bytes(parts)
 
-    def set_timeout(self, seconds: float | None) -> None:
-        self._socket.settimeout(seconds)
-
     def close(self) -> None:
         self._socket.close()
+
+
+def anonymous_file(name: str) -> int:
+    """A descriptor of a file without a name, which is gone with its last descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    import tempfile  # a Python built for an older C library
+
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -7,6 +7,7 @@ nothing else; a rank that prints more than is read has to wait, the others do no
 from __future__ import annotations
 
 import os
+import select
 import threading
 from collections import deque
 from typing import Protocol
@@ -31,8 +32,11 @@ class Console:
         self._changed = threading.Condition()
         self._closing = False
         self._writing = False
-        self._gone = False
-        self._live_fd: int | None = None
+        self._gone: set[int] = set()
+        self._live: tuple[int, bytes] | None = None
+        """The latest unfinished line, to be shown."""
+        self._shown: int | None = None
+        """Where one stands on the screen now."""
         self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
         self._thread.start()
 
@@ -42,12 +46,10 @@ class Console:
             self._changed.notify_all()
 
     def show_live(self, fd: int, line: bytes) -> None:
-        """Shows an unfinished line on a terminal; the next output erases it. Skipped when there is more urgent work."""
+        """Shows an unfinished line on a terminal when nothing else is to be written; the next output erases it."""
         with self._changed:
-            if self._waiting or self._writing or self._gone:
-                return
-            self._live_fd = fd
-            self._try_write(fd, _ERASE + line)
+            self._live = fd, line
+            self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until everything handed over is written."""
@@ -64,30 +66,43 @@ class Console:
     def _write_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._waiting or self._live or self._closing)
+                if not self._waiting and (self._live is None or self._closing):
                     return
-                source = next(iter(self._waiting))
-                pieces = self._waiting.pop(source)
-                fd, data = pieces.popleft()
-                if pieces:
-                    self._waiting[source] = pieces  # behind the others: a turn for each
+                source, pieces = self._next()
                 self._writing = True
-                if self._live_fd is not None:
-                    self._try_write(self._live_fd, _ERASE)
-                    self._live_fd = None
-            self._try_write(fd, data)
+            for fd, data in pieces:
+                self._try_write(fd, data)
             with self._changed:
                 self._writing = False
-                empty = source not in self._waiting
+                empty = source is not None and source not in self._waiting
                 self._changed.notify_all()
-            if empty:
+            if source is not None and empty:
                 source.drained()
+
+    def _next(self) -> tuple[Source | None, list[tuple[int, bytes]]]:
+        """What to write now, and whose it is. Under the lock."""
+        erase = [(self._shown, _ERASE)] if self._shown is not None else []
+        self._shown = None
+        if not self._waiting:
+            assert self._live is not None
+            fd, line = self._live
+            self._live = None
+            self._shown = fd
+            return None, [*erase, (fd, line)]
+        source = next(iter(self._waiting))
+        queue = self._waiting.pop(source)
+        piece = queue.popleft()
+        if queue:
+            self._waiting[source] = queue  # behind the others: a turn for each
+        return source, [*erase, piece]
 
     def _try_write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
-        try:
-            while view and not self._gone:
+        while view and fd not in self._gone:
+            try:
                 view = view[os.write(fd, view) :]
-        except OSError:
-            self._gone = True  # nobody reads any more (`| head`, a closed terminal); the logs go on
+            except BlockingIOError:  # somebody made the descriptor non-blocking, which all its owners share
+                select.select([], [fd], [])
+            except OSError:
+                self._gone.add(fd)  # nobody reads any more (`| head`, a closed terminal); the logs go on

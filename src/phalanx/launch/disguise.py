@@ -26,7 +26,10 @@ _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_thre
 
 # Read once, when a library is loaded, with no way to set them later. A script that sets one before its
 # `import torch` is heard only in an interpreter of its own.
-_ONLY_AT_LOAD = ("MKL_", "KMP_", "ATEN_", "GOMP_", "OMP_", "MALLOC_", "LD_PRELOAD", "TORCH_CPP_LOG_LEVEL")
+_ONLY_AT_LOAD = (
+    *("MKL_", "KMP_", "ATEN_", "GOMP_", "OMP_", "MALLOC_", "LD_PRELOAD", "TORCH_CPP_LOG_LEVEL"),
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "PYTORCH_JIT"),
+)
 _APPLIED = ("OMP_NUM_THREADS",)
 
 
@@ -42,8 +45,9 @@ class Disguise:
     hidden: dict[str, dict[str, ModuleType]] = field(default_factory=dict)
 
     @staticmethod
-    def of_this_interpreter() -> Disguise:
-        return Disguise(list(sys.path), frozenset(sys.modules), dict(os.environ))
+    def of_this_interpreter(fresh: frozenset[str]) -> Disguise:
+        """``fresh``: the modules that were there before any of ours."""
+        return Disguise(list(sys.path), fresh, dict(os.environ))
 
     @contextlib.contextmanager
     def visible(self, directory: str | None) -> Iterator[None]:
@@ -73,7 +77,7 @@ class Disguise:
             name, _, extension = entry.partition(".")
             importable = extension == "py" or (not extension and Path(directory, entry, "__init__.py").exists())
             if importable and name in self.roots and not _comes_from(sys.modules.get(name), directory):
-                return f"{Path(directory, entry)} has the name of a module that torch imports"
+                return f"{Path(directory, entry)} has the name of a module that is loaded already"
         return None
 
     def put_on(self) -> None:
@@ -138,7 +142,12 @@ class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in self._disguise.hidden:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self)
+        real = self._disguise.hidden[fullname][fullname].__spec__
+        if real is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin=real.origin)
+        spec.submodule_search_locations = real.submodule_search_locations
+        return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = self._disguise.hidden[spec.name][spec.name]
@@ -163,9 +172,12 @@ def _openblas_threads(environ: Any) -> int:
 
 def _set_openblas_threads(count: int) -> None:
     """numpy's OpenBLAS was loaded with one thread, because a thread pool does not survive a fork."""
-    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
-    for library in libraries:
-        loaded = ctypes.CDLL(library)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for library in {line.split(maxsplit=5)[-1] for line in maps if "openblas" in line}:
+        try:
+            loaded = ctypes.CDLL(library)
+        except OSError:  # replaced on disk since it was loaded
+            continue
         for setter in _OPENBLAS_SETTERS:
             if hasattr(loaded, setter):
                 getattr(loaded, setter)(count)

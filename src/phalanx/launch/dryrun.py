@@ -40,11 +40,11 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
             str(place.node), str(place.rank), str(place.local_rank), device_of(place, cards, spec), " ".join(own)
         )
     # A table in a file or a pipe is for a program or a search: no folding to an imagined screen.
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     console.print(table)
     console.print("all:      ", " ".join(f"{name}={value}" for name, value in common.items()), soft_wrap=True)
     console.print("runs:     ", command_of(spec), soft_wrap=True)
-    console.print("with:     ", interpreter(), soft_wrap=True)
+    console.print("with:     ", spec.program.interpreter or interpreter(), soft_wrap=True)
 
 
 def _title(spec: LaunchSpec, world_size: int) -> str:

@@ -117,6 +117,7 @@ class Parser(argparse.ArgumentParser):
         for flag, instead in NOT_SUPPORTED.items():
             if flag in message.replace("_", "-"):
                 raise UsageError(f"torchrun's {flag} is not supported; {instead}.")
+        message = message.removesuffix(", arguments")  # argparse demands them, and takes none for an answer
         raise UsageError(f"{message}. `{self.prog} --help` lists the flags.")
 
 

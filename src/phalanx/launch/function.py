@@ -11,10 +11,11 @@ import io
 import os
 import pickle
 import sys
+from collections import ChainMap
 from collections.abc import Callable
 from multiprocessing import forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -35,6 +36,16 @@ class _Parcel:
         return len(self.fds) - 1
 
 
+_CLOUD: Any = cloudpickle.CloudPickler.dispatch_table
+_REDUCERS: Any = reduction.ForkingPickler._extra_reducers  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _ByValue(cloudpickle.CloudPickler):
+    """cloudpickle that knows how multiprocessing sends queues, locks and shared tensors."""
+
+    dispatch_table: ClassVar[Any] = ChainMap(_REDUCERS, _CLOUD)
+
+
 def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> tuple[bytes, list[int]]:
     """The function with its arguments as bytes, and the descriptors they refer to."""
     if getattr(process.current_process(), "_inheriting", False):
@@ -45,16 +56,18 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> t
     parcel = _Parcel()
     main = sys.modules["__main__"]
     importable_main = getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
-    preparation: dict[str, Any] | None = None
-    if importable_main and "ipykernel" not in sys.modules:
-        preparation = spawn.get_preparation_data("SpawnProcess")
-        del preparation["authkey"]  # travels as plain bytes, below: this parcel never leaves the machine's memory
+    by_value = not importable_main or "ipykernel" in sys.modules
+    preparation: dict[str, Any] = spawn.get_preparation_data("SpawnProcess")
+    del preparation["authkey"]  # travels as plain bytes, below: this parcel never leaves the machine's memory
+    if by_value:
+        for name in ("init_main_from_name", "init_main_from_path"):
+            preparation.pop(name, None)
     # The tracker must run before the children, or each would start its own and unlink what others use.
     tracker = resource_tracker.getfd()
     assert tracker is not None
     set_spawning_popen(parcel)  # pyright: ignore[reportArgumentType]
     try:
-        body = _dump((function, args), by_value=preparation is None)
+        body = _dump((function, args), by_value=by_value)
     finally:
         set_spawning_popen(None)
     authkey = bytes(process.current_process().authkey)
@@ -71,9 +84,7 @@ def _dump(thing: Any, *, by_value: bool) -> bytes:
         except (pickle.PicklingError, AttributeError):
             pass  # a lambda or a local function: no name to find it by
     buffer = io.BytesIO()
-    pickler = cloudpickle.CloudPickler(buffer)
-    pickler.dispatch_table = reduction.ForkingPickler(io.BytesIO()).dispatch_table  # type: ignore[attr-defined]
-    pickler.dump(thing)
+    _ByValue(buffer).dump(thing)
     return buffer.getvalue()
 
 
@@ -88,11 +99,10 @@ def call(rank: int, fds: list[int]) -> None:
     settings = pickle.loads(head)
     this = process.current_process()
     this.authkey = settings["authkey"]
-    if settings["preparation"] is not None:
-        preparation = {**settings["preparation"], "name": f"SpawnProcess-{rank + 1}", "authkey": settings["authkey"]}
-        this._inheriting = True  # type: ignore[attr-defined]
-        spawn.prepare(preparation)
-        del this._inheriting  # type: ignore[attr-defined]
+    preparation = {**settings["preparation"], "name": f"SpawnProcess-{rank + 1}", "authkey": settings["authkey"]}
+    this._inheriting = True  # type: ignore[attr-defined]
+    spawn.prepare(preparation)
+    del this._inheriting  # type: ignore[attr-defined]
     this._config["daemon"] = settings["daemon"]  # type: ignore[attr-defined]
     function, args = pickle.loads(body)
     try:

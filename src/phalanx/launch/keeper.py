@@ -6,38 +6,21 @@ Each attempt gets a new store on the same socket: a restarted worker cannot meet
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
-from datetime import timedelta
 from typing import Any
 
+from phalanx import stores
 from phalanx.launch import orphans
 from phalanx.launch.channel import Channel
 
 
 def serve(channel: Channel, listener: socket.socket, token: str) -> None:
     """Runs until the agent says goodbye or dies."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     store: Any = None
     while (received := channel.receive()) is not None:
         message, _ = received
         if message["op"] == "fresh":
             del store  # its thread ends and its connections close before the next one starts
-            store = _new_store(listener)
+            store = stores.serve(listener.getsockname()[0], listener, timeout=60.0)
             channel.send({"event": "fresh"})
     orphans.end_all(lambda: orphans.bearers(token))
-
-
-def _new_store(listener: socket.socket) -> Any:
-    from torch.distributed import TCPStore
-
-    host, port = listener.getsockname()[:2]
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=os.dup(listener.fileno()),
-    )

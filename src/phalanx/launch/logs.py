@@ -114,6 +114,11 @@ class Tail:
     def add(self, data: bytes) -> None:
         self._data = (self._data + data[-_TAIL:])[-_TAIL:]
 
+    @property
+    def is_open(self) -> bool:
+        """The last line has no end yet."""
+        return bool(self._data) and not self._data.endswith(b"\n")
+
     def lines(self, count: int) -> tuple[str, ...]:
         shown = (_after_returns(line).decode(errors="replace").rstrip() for line in self._data.split(b"\n"))
         return tuple([line for line in shown if line][-count:])

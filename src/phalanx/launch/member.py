@@ -25,19 +25,27 @@ class Member:
     """A rank of the running attempt."""
 
     def __init__(
-        self, place: Placement, pumps: Sequence[Pump] = (), tail: Tail | None = None, logs: Sequence[LogFile] = ()
+        self,
+        place: Placement,
+        pumps: Sequence[Pump] = (),
+        tail: Tail | None = None,
+        logs: Sequence[LogFile] = (),
+        error_logs: Sequence[LogFile] = (),
     ) -> None:
+        """``error_logs``: those of ``logs`` that get its last words, as standard error would have."""
         self.place = place
         self.pumps = pumps
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
         self.exited: Exited | None = None
+        self.report_ended = False
         self.asked_at: float | None = None
         """When the agent told it to stop."""
         self.report_reader, self.report_writer = os.pipe()
         os.set_blocking(self.report_reader, False)
         self._tail = tail or Tail()
         self._logs = logs
+        self._error_logs = error_logs
         self._report = b""
         self._exit_time = 0.0
 
@@ -45,17 +53,15 @@ class Member:
     def rank(self) -> int:
         return self.place.rank
 
-    @property
-    def settled(self) -> bool:
-        """Nothing more is to be learnt from it: it has ended, or said why it is about to."""
-        return self.exited is not None or self.error is not None
-
     def read_report(self) -> bool:
         """Takes in what the rank says about itself; True when it has just told its error."""
         try:
-            self._report += os.read(self.report_reader, 1 << 16)
+            part = os.read(self.report_reader, 1 << 16)
         except BlockingIOError:
             return False
+        if not part:
+            self.report_ended = True
+        self._report += part
         had_error = self.error is not None
         for line in self._report.split(b"\n")[:-1]:
             if line.startswith(b'{"error"') and self.error is None:
@@ -84,10 +90,10 @@ class Member:
 
     def close(self) -> None:
         """Everything is read: the traceback goes to the end of the log, and the descriptors are given back."""
-        if self._logs and self.error is not None:
-            self._logs[0].write(self.error.traceback.encode(errors="replace"))
-        elif self._logs and self.exited is not None and self.exited.signal:
-            self._logs[0].write(self._report)  # what faulthandler said in the last moment
+        # The traceback, or what faulthandler said in the last moment, if anything.
+        last_words = self.error.traceback.encode(errors="replace") if self.error else self._report
+        for log in self._error_logs if last_words else ():
+            log.write(b"\n" * self._tail.is_open + last_words)
         for pump in self.pumps:
             pump.close()
         for log in self._logs:
@@ -137,6 +143,8 @@ def new_member(
     local_rank = place.local_rank
     tail = Tail()
     log = LogFile(events.log_path(run_directory, place.rank), complain)
+    if attempt:
+        log.write(f"--- attempt {attempt + 1} ---\n".encode())
     logs = [log]
     pumps = []
     for stream, fd in ((1, console.out), (2, console.err)):
@@ -150,4 +158,4 @@ def new_member(
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
         prefix = rank_prefix(place.rank, place.world_size, console.colours) if place.world_size > 1 else None
         pumps.append(Pump(Route(files, tail, fd if shown else None, prefix), console, resume))
-    return Member(place, pumps, tail, logs)
+    return Member(place, pumps, tail, logs, error_logs=files)

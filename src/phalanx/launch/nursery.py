@@ -50,6 +50,7 @@ class Nursery:
         *,
         start_method: str = "auto",
         preload: Sequence[str] = (),
+        late: Sequence[str] = (),
         script_directory: str | None = None,
         listener: socket.socket | None = None,
     ) -> None:
@@ -59,10 +60,12 @@ class Nursery:
         self.address: tuple[str, int] | None = listener.getsockname()[:2] if listener else None
         """Where the store listens."""
         self._swept = False
+        self.ready = False
+        """The zygote has imported what it should and takes requests."""
         ours, theirs = Channel.pair()
         self.channel = ours
         self._process = subprocess.Popen(
-            boot.command(f"phalanx.launch.zygote.main({theirs.fileno()})"),
+            boot.command(f"phalanx.launch.zygote.main({theirs.fileno()}, fresh)"),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C on the terminal is for the agent to pass on
@@ -72,6 +75,7 @@ class Nursery:
         setup = {
             "start_method": start_method,
             "preload": list(preload),
+            "late": list(late),
             "script_directory": script_directory,
             "token": self.token,
             # The parent-death signal is bound to the thread that forks, not to the process.
@@ -111,6 +115,7 @@ class Nursery:
                 return Exited(message["rank"], message["pid"], code if code >= 0 else None, -code if code < 0 else None)
             case "ready":
                 self._check_interpreter(message)
+                self.ready = True
             case "swept":
                 self._swept = True
             case "import failed":
@@ -156,6 +161,11 @@ class Nursery:
             if self._keeper.receive() is None:
                 raise LaunchError("the process that hosts the store has ended; all workers are ended.")
             self._answers_due -= 1
+
+    @property
+    def has_ended(self) -> bool:
+        """The zygote is gone; nothing can be started any more."""
+        return self._process.poll() is not None
 
     def kill(self) -> None:
         """For a start that is called off: there are no workers yet, and the zygote may be busy importing."""

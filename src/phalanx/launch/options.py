@@ -86,7 +86,8 @@ def _with_injection(program: Program, arguments: argparse.Namespace) -> Program:
         raise UsageError("--no-python needs --use-env: a program of any kind is not given --local_rank.")
     spelling = arguments.local_rank_spelling
     if spelling == "auto":
-        spelling = _spelling_in(program.target)
+        file = program.target.replace(".", "/") + ".py" if program.kind == "module" else program.target
+        spelling = _spelling_in(file)
     return dataclasses.replace(program, inject_local_rank=f"--{spelling}")
 
 

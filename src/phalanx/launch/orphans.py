@@ -18,6 +18,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TIDY_SECONDS = 1.0
+_LONGEST_SECONDS = 10.0
 
 # These outlive their parent on purpose, for a moment: they remove its shared-memory segments and semaphores.
 _TIDY_COMMANDS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
@@ -86,25 +87,25 @@ def bearers(token: str) -> set[int]:
     return found - {os.getpid()}
 
 
-def end_all(find: Callable[[], Collection[int]]) -> set[int]:
-    """Kills what ``find`` finds until it finds nothing; returns the pids. Tidying helpers get a moment to finish."""
+def end_all(find: Callable[[], Collection[int]]) -> None:
+    """Kills what ``find`` finds until it finds nothing. Tidying helpers get a moment to finish."""
     ended: set[int] = set()
     patience = time.monotonic() + _TIDY_SECONDS
+    give_up = time.monotonic() + _LONGEST_SECONDS  # a process inside a dead file system cannot be killed
     while True:
         living = set(find())
         tidying = {pid for pid in living if _tidies_up(pid)}
         prey = living - tidying if time.monotonic() < patience else living
         for pid in prey:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         ended |= prey
         reap_children()
-        if not living:
+        if not living or time.monotonic() > give_up:
             break
         # No event tells of the death of somebody else's child; a killed process is gone within a few milliseconds.
         time.sleep(0.002)
     remove_segments(ended)
-    return ended
 
 
 def _tidies_up(pid: int) -> bool:
@@ -132,4 +133,6 @@ def remove_segments(pids: Collection[int]) -> None:
     """Shared-memory files that torch had created and not yet unlinked when its process was killed."""
     for pid in pids:
         for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
-            segment.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a pid of ours may be another's in another container
+                if segment.stat().st_uid == os.getuid():
+                    segment.unlink()

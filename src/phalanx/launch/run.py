@@ -7,6 +7,7 @@ the agent import the rest of itself.
 from __future__ import annotations
 
 import contextlib
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     if sys.platform != "linux":
         raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
     program.check(spec)
+    _raise_file_limit(spec)
     if spec.nnodes[1] > 1:
         raise UsageError(
             f"--nnodes {spec.nnodes[1]}: several machines are not supported yet; "
@@ -35,7 +37,8 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         nursery = Nursery(
             environment,
             start_method="exec" if spec.program.kind == "command" else spec.start_method,
-            preload=(*program.late_imports(spec), *spec.preload),
+            preload=spec.preload,
+            late=program.late_imports(spec),
             script_directory=program.script_directory(spec),
             listener=listener,
         )
@@ -43,3 +46,13 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         from phalanx.launch.agent import Agent
 
         return Agent(spec, environment, nursery, directory).run()
+
+
+def _raise_file_limit(spec: LaunchSpec) -> None:
+    """The agent holds three pipes for each rank; the usual soft limit of 1024 is a default, not a rule."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 12 * spec.nproc_per_node + 64
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UsageError(f"{spec.nproc_per_node} ranks need {needed} open files, but the limit (ulimit -n) is {hard}.")
+    if needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -20,12 +20,20 @@ from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
 from phalanx.launch import function as functions
+from phalanx.launch.channel import anonymous_file
 from phalanx.launch.member import Member
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
 from phalanx.launch.watch import Watch
 
 _GRACE = 10.0
+# mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard, and one that
+# asks whether torchrun has started it must get the right answer.
+_NOT_BY_SPAWN = (
+    *("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
+    "TORCHELASTIC_USE_AGENT_STORE",
+)
 
 
 def spawn(
@@ -96,13 +104,11 @@ class SpawnContext:
     def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
         assert self._nursery.address is not None
         environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
-        # mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard.
-        del environment["TORCHELASTIC_USE_AGENT_STORE"]
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            del environment[name]
-            if name in os.environ:
+        for name in _NOT_BY_SPAWN:
+            environment.pop(name, None)
+            if name in os.environ and name != "TORCHELASTIC_USE_AGENT_STORE":
                 environment[name] = os.environ[name]
-        package = os.memfd_create("function")
+        package = anonymous_file("function")
         try:
             os.write(package, parcel)
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment)

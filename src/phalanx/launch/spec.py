@@ -105,8 +105,6 @@ class WorkerSpec:
     program: Program
     environment: Mapping[str, str]
     """The whole environment, not an addition to one."""
-    run_directory: str | None = None
-    """Where error-N.json goes; None for spawn, whose parent hears of errors otherwise."""
     start_method: str = "auto"
 
     def argv(self) -> list[str]:
@@ -149,6 +147,8 @@ def worker_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PHALANX_STORE": f"{address}:{port}",
     }
+    # torchrun does so too: a failed nccl collective ends its process instead of waiting for ever.
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if spec.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
     if spec.virtual_local_rank:

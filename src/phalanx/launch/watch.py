@@ -8,17 +8,21 @@ before it can say why.
 from __future__ import annotations
 
 import dataclasses
+import os
 import selectors
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from phalanx import events
 from phalanx.diagnose.findings import is_consequence
 from phalanx.launch.member import Member
-from phalanx.launch.nursery import Event, Nursery, Started
+from phalanx.launch.nursery import Event, Exited, Nursery
 from phalanx.launch.spec import WorkerSpec
 from phalanx.launch.stopping import Stopping
+
+_MOST_UNDER_WAY = 16
 
 
 class Watch:
@@ -36,6 +40,11 @@ class Watch:
         self.stopping: Stopping | None = None
         self._nursery = nursery
         self._selector = selector
+        self._waiting: deque[tuple[Member, WorkerSpec, list[int]]] = deque()
+        """Still to be asked for, with their descriptors."""
+        self._under_way = 0
+        """Asked for, and not yet heard of."""
+        self._last_signal: int | None = None
         self._timeout = shutdown_timeout
         self._note = note
         self._suspicion: float | None = None
@@ -43,15 +52,30 @@ class Watch:
         selector.register(nursery, selectors.EVENT_READ, self._hear_nursery)
 
     def start(self, member: Member, worker: WorkerSpec, fds: Sequence[int], extra: Sequence[int] = ()) -> None:
-        """``fds``: its three standard streams; ``extra``: what a function refers to."""
+        """``fds``: its three standard streams; ``extra``: what a function refers to. Both stay the caller's."""
         self.members[member.rank] = member
-        try:
-            self._nursery.start(worker, [*fds, member.report_writer, *extra])
-        finally:
-            member.close_writers()
-        self._selector.register(
-            member.report_reader, selectors.EVENT_READ, lambda: member.read_report() and self._consider(member)
-        )
+        self._waiting.append((member, worker, [os.dup(fd) for fd in (*fds, member.report_writer, *extra)]))
+        member.close_writers()
+        self._selector.register(member.report_reader, selectors.EVENT_READ, lambda: self._hear_report(member))
+        self._send_starts()
+
+    def _send_starts(self) -> None:
+        """A few at a time, and none before the zygote listens: a send that has to wait would make the loop deaf."""
+        while self._waiting and self._nursery.ready and self._under_way < _MOST_UNDER_WAY:
+            _, worker, fds = self._waiting.popleft()
+            self._under_way += 1
+            try:
+                self._nursery.start(worker, fds)
+            finally:
+                _close_all(fds)
+
+    def _call_off_starts(self) -> None:
+        """Those that have not even been asked for will not be."""
+        while self._waiting:
+            member, _, fds = self._waiting.popleft()
+            _close_all(fds)
+            member.asked_at = time.time()
+            self._has_exited(member, Exited(member.rank, 0, None, signal.SIGTERM))
 
     @property
     def all_exited(self) -> bool:
@@ -64,7 +88,8 @@ class Watch:
     def turn(self, longest_wait: float | None) -> None:
         """One turn of the loop: waits for something to happen and does what is due."""
         for key, _ in self._selector.select(self._patience(longest_wait)):
-            key.data()
+            if key.fd in self._selector.get_map():  # what came before it in this turn may have ended it
+                key.data()
         now = time.monotonic()
         if self._suspicion is not None and now >= self._suspicion and self.stopping is None:
             self.stop(signal.SIGTERM)
@@ -85,6 +110,7 @@ class Watch:
         timeout = self._timeout if timeout is None else timeout
         self.stopping = Stopping.plan(first, 0.0 if at_once else timeout)
         self._note("stopping", signal=signal.Signals(first).name, at_once=at_once)
+        self._call_off_starts()
         self._send_due(time.monotonic())
 
     def finish(self) -> None:
@@ -95,8 +121,6 @@ class Watch:
 
     def abandon(self) -> None:
         """Ends the attempt without waiting for anybody; the nursery stays usable for the next."""
-        while not all(member.pid for member in self.members.values()):
-            self.turn(None)
         if not self.all_exited:
             self.stop(signal.SIGKILL, at_once=True)
             while not self.all_exited:
@@ -114,19 +138,33 @@ class Watch:
         event = self._nursery.next_event()
         if event is not None:
             self._handle(event)
+        self._send_starts()
+
+    def _hear_report(self, member: Member) -> None:
+        if member.read_report():
+            self._consider(member)
+        if member.report_ended:
+            self._selector.unregister(member.report_reader)
 
     def _handle(self, event: Event) -> None:
         member = self.members[event.rank]
-        if isinstance(event, Started):
-            member.pid = event.pid
-            self.why_exec = event.why_exec
-            self._note("started", rank=event.rank, pid=event.pid, exec=event.why_exec)
+        if isinstance(event, Exited):
+            self._note("exited", **dataclasses.asdict(event))
+            self._has_exited(member, event)
+            self._consider(member)
             return
-        self._note("exited", **dataclasses.asdict(event))
-        self._selector.unregister(member.report_reader)
+        self._under_way -= 1
+        member.pid = event.pid
+        self.why_exec = event.why_exec
+        self._note("started", rank=event.rank, pid=event.pid, exec=event.why_exec)
+        if self._last_signal is not None:  # it was on its way when the others were told to stop
+            self._tell(member, self._last_signal)
+
+    def _has_exited(self, member: Member, exited: Exited) -> None:
         member.read_report()
-        member.has_exited(event)
-        self._consider(member)
+        if member.report_reader in self._selector.get_map():
+            self._selector.unregister(member.report_reader)
+        member.has_exited(exited)
 
     def _consider(self, member: Member) -> None:
         """A rank has told an error, or ended: must the others stop?"""
@@ -141,14 +179,23 @@ class Watch:
     def _send_due(self, now: float) -> None:
         assert self.stopping is not None
         for number in self.stopping.due(now):
+            self._last_signal = number
             for member in self.members.values():
-                if member.pid is None or member.exited or (_is_cleaning_up(member) and number != signal.SIGKILL):
-                    continue
-                if member.asked_at is None:
-                    member.asked_at = time.time()
-                self._nursery.signal(member.pid, number)
+                self._tell(member, number)
+
+    def _tell(self, member: Member, number: int) -> None:
+        if member.pid is None or member.exited or (_is_cleaning_up(member) and number != signal.SIGKILL):
+            return
+        if member.asked_at is None:
+            member.asked_at = time.time()
+        self._nursery.signal(member.pid, number)
 
 
 def _is_cleaning_up(member: Member) -> bool:
     """It failed by itself and is on its way out: what it does until then may be worth the shutdown timeout."""
     return member.error is not None and not is_consequence(member.error)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

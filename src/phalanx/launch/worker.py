@@ -28,12 +28,17 @@ from typing import Any
 
 from phalanx.events import ErrorRecord, Frame
 from phalanx.launch import boot, orphans
+from phalanx.launch.channel import anonymous_file
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
 
 _PACKAGE = str(Path(__file__).parent)
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
-_LONGEST_TRACEBACK = 30_000  # the report must fit into the pipe, even if the agent is slow to read it
+FOR_THE_WORKERS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+)
+"""Signals that mean the script; the zygote ignores them."""
+_LONGEST_TRACEBACK = 30_000
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Birth:
     """stdin, stdout, stderr, the report pipe; for a function also its pickle and the files it refers to."""
     disguise: Disguise
     by_exec: bool
+    shadowed: bool
+    """A file beside the script has the name of a module that even our own start-up imports."""
 
 
 def become(birth: Birth) -> None:
@@ -59,25 +66,29 @@ def become(birth: Birth) -> None:
     os.environ.clear()
     os.environ.update(spec.environment)
     if birth.by_exec:
-        _exec(spec, birth.fds[3:])
+        _exec(spec, birth.fds[3:], birth.shadowed)
     birth.disguise.put_on()
     run(spec, birth.fds[3], birth.fds[4:])
 
 
-def _exec(spec: WorkerSpec, fds: list[int]) -> None:
+def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
     program = spec.program
     argv = spec.argv()
+    interpreter = program.interpreter
+    if shadowed and program.kind in ("script", "module"):
+        interpreter = sys.executable  # as it is: the script comes before everything, and its traceback from Python
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these two; what is executed here should not inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         if program.kind == "command":
             os.execvp(argv[0], argv)
-        if program.interpreter is not None:
-            os.execvp(program.interpreter, [program.interpreter, "-u", *(["-m"] * (program.kind == "module")), *argv])
+        if interpreter is not None:
+            os.execvp(interpreter, [interpreter, "-u", *(["-m"] * (program.kind == "module")), *argv])
     except OSError as error:
         _report(fds[0], _record(spec.rank, error, None, 127))
         os._exit(127)
-    note = os.memfd_create("worker")
+    note = anonymous_file("worker")
     with os.fdopen(os.dup(note), "w") as file:
         json.dump(dataclasses.asdict(spec), file)
     for fd in (note, *fds):
@@ -104,6 +115,9 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
     try:
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, FOR_THE_WORKERS
+        )  # what came since the fork is dealt with from here on
         _run_program(spec, fds)
     except BaseException as error:
         if os.getpid() == pid:  # a script's own fork may come back here as well
@@ -229,6 +243,6 @@ def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_c
 def _report(fd: int, record: ErrorRecord) -> None:
     content: dict[str, Any] = dataclasses.asdict(record)
     data = json.dumps({"error": content}).encode() + b"\n"
-    with contextlib.suppress(BrokenPipeError):  # the agent is gone, and so are we in a moment
+    with contextlib.suppress(OSError):  # the agent is gone, or the script has closed what is not its own
         while data:
             data = data[os.write(fd, data) :]

@@ -7,6 +7,7 @@ named by --preload.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -20,19 +21,28 @@ from phalanx.launch import keeper, orphans, worker
 from phalanx.launch.channel import Channel
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
+from phalanx.launch.worker import FOR_THE_WORKERS
 
 _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")
 
 
-def main(fd: int) -> None:
+def main(fd: int, fresh: frozenset[str]) -> None:
     """The zygote's life; in a forked child it goes on as the worker's."""
-    disguise = Disguise.of_this_interpreter()
+    disguise = Disguise.of_this_interpreter(fresh)
+    # A job's end is often told to every process of it. The zygote's and the keeper's comes by their channels: were they
+    # to go first, the workers would be killed in the middle of their last checkpoint.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_THE_WORKERS}
     channel = Channel.from_fd(fd)
     received = channel.receive()
     if received is None:
         os._exit(0)
     setup, fds = received
-    child = _Zygote(channel, disguise, setup).live(fds)
+    zygote = _Zygote(channel, disguise, setup, handlers)
+    try:
+        child = zygote.live(fds)
+    except BrokenPipeError:  # the agent died while it was being told something
+        zygote.end_everything()
+        os._exit(0)
     # Only a child comes here, out of the zygote's stack, so that the script's frames have nothing of it below them.
     worker.become(child)
 
@@ -42,9 +52,11 @@ class _Zygote:
     channel: Channel
     disguise: Disguise
     setup: dict[str, Any]
+    handlers: dict[signal.Signals, Any]
+    """What a fresh interpreter does on the signals that the zygote itself ignores."""
     keeper_pid: int = 0
-    ranks: dict[int, int] = field(default_factory=dict)
-    """pid to rank, of the workers that run."""
+    workers: dict[int, WorkerSpec] = field(default_factory=dict)
+    """By pid, those that run."""
     why_not_fork: str | None = None
 
     def live(self, fds: list[int]) -> worker.Birth:
@@ -54,6 +66,7 @@ class _Zygote:
         orphans.adopt_orphans()
         if self.setup["start_method"] == "exec":
             self.why_not_fork = "asked for"
+            self.disguise.note_imports()
         else:
             self._import()
         orphans.outlive_parent()
@@ -76,12 +89,14 @@ class _Zygote:
 
     def _import(self) -> None:
         gc.disable()  # a tenth of the time of an import goes into collections that find nothing
-        for name in (*_TORCH, *self.setup["preload"]):
-            directory = None if name in _TORCH else self.setup["script_directory"]
+        for name in (*_TORCH, *self.setup["late"], *self.setup["preload"]):
+            directory = self.setup["script_directory"] if name in self.setup["preload"] else None
             try:
                 with self.disguise.visible(directory):
                     importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
+                if name in self.setup["late"]:
+                    continue  # only a guess at what the script will need; it will see the error itself if it does
                 self.channel.send(
                     {"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"}
                 )
@@ -114,14 +129,13 @@ class _Zygote:
     def _obey(self, wake_fds: list[int]) -> worker.Birth | None:
         received = self.channel.receive()
         if received is None:
-            self._end_everything()
+            self.end_everything()
             os._exit(0)
         message, fds = received
         if message["op"] == "start":
             return self._start(WorkerSpec.from_fields(message["worker"]), fds, wake_fds)
         if message["op"] == "signal":
-            if message["pid"] in self.ranks:
-                os.kill(message["pid"], message["signal"])
+            self._signal(message["pid"], message["signal"])
         elif message["op"] == "sweep":
             self._sweep()
             self.channel.send({"event": "swept"})
@@ -129,21 +143,35 @@ class _Zygote:
             raise AssertionError(f"the agent sent {message['op']!r}")
         return None
 
+    def _signal(self, pid: int, number: int) -> None:
+        """A program of any kind may be a shell with the real one below it, so all of its group are told."""
+        if pid not in self.workers:
+            return
+        if self.workers[pid].program.kind == "command":
+            with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+                os.killpg(pid, number)
+                return
+        os.kill(pid, number)  # at least a zombie is there: only we reap
+
     def _start(self, spec: WorkerSpec, fds: list[int], wake_fds: list[int]) -> worker.Birth | None:
-        why_exec = self._why_exec(spec)
+        shadow = self.disguise.shadowed_by(self.setup["script_directory"])
+        why_exec = self._why_exec(spec) or shadow
         if why_exec and spec.start_method == "fork":
             self.channel.send({"event": "cannot fork", "why": why_exec})
             return None
         parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, handler in {**self.handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+                signal.signal(number, handler)
             self.channel.close()
             for fd in wake_fds:
                 os.close(fd)
-            return worker.Birth(spec, parent, fds, self.disguise, by_exec=why_exec is not None)
-        self.ranks[pid] = spec.rank
+            return worker.Birth(spec, parent, fds, self.disguise, why_exec is not None, shadow is not None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
+        self.workers[pid] = spec
         for fd in fds:
             os.close(fd)
         self.channel.send({"event": "started", "rank": spec.rank, "pid": pid, "exec": why_exec})
@@ -154,23 +182,23 @@ class _Zygote:
             return "the program is not Python"
         if spec.program.interpreter is not None:
             return f"the interpreter is {spec.program.interpreter}"
-        return self.why_not_fork or self.disguise.shadowed_by(self.setup["script_directory"])
+        return self.why_not_fork
 
     def _report_exits(self) -> None:
         for pid, status in orphans.reap_children().items():
             if pid == self.keeper_pid:
                 self.keeper_pid = 0
                 self.channel.send({"event": "keeper ended", "status": status})
-            elif pid in self.ranks:
+            elif pid in self.workers:
                 orphans.remove_segments([pid])
-                self.channel.send({"event": "exited", "rank": self.ranks.pop(pid), "pid": pid, "status": status})
+                rank = self.workers.pop(pid).rank
+                self.channel.send({"event": "exited", "rank": rank, "pid": pid, "status": status})
 
     def _sweep(self) -> None:
         self._report_exits()
         orphans.end_all(lambda: orphans.descendants(os.getpid()) - {self.keeper_pid})
 
-    def _end_everything(self) -> None:
-        self.keeper_pid, keeper_pid = 0, self.keeper_pid
-        if keeper_pid:
-            os.kill(keeper_pid, signal.SIGKILL)
+    def end_everything(self) -> None:
+        """The keeper last: should we be killed in the middle of this, it does the rest."""
+        orphans.end_all(lambda: orphans.descendants(os.getpid()) - {self.keeper_pid})
         orphans.end_all(lambda: orphans.descendants(os.getpid()))
