@@ -59,7 +59,9 @@ def main() -> None:
     equal = replicas_equal(model)
     if rank == 0:
         print(f"replicas equal: {equal}", flush=True)
-    dist.barrier()
+    # Before the group, not after it: a wrapped model that goes last ends the group's threads while it keeps Python from
+    # running, and one of these may be waiting for Python.
+    del model
     dist.destroy_process_group()
     if not equal:
         raise SystemExit(f"rank {rank} has other parameters than some other rank")

@@ -42,20 +42,24 @@ def spawned(rank: int, epochs: int) -> None:
 
 def train(epochs: int) -> None:
     with px.init(seed=0) as world:
-        dataset = make_data()
-        sampler = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
-        loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
-        card = [world.device.index] if world.device.type == "cuda" else None
-        model = DistributedDataParallel(nn.Linear(FEATURES, 1).to(world.device), device_ids=card)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)  # a new order, the same on all ranks
-            steps, samples, loss = run_epoch(model, optimizer, loader, world)
-            # Equal when everything divides evenly; otherwise the last batch is short, and some samples come twice.
-            sign = "=" if steps * BATCH * world.size == samples else "≈"
-            count = f"{steps} steps × batch {BATCH} × {world.size} ranks {sign} {samples} samples"
-            # The end of the line is written with it: spawned ranks share one output, and no launcher sorts their lines.
-            print(f"epoch {epoch} rank {world.rank}: {count}, loss {loss:.4f}\n", end="", flush=True)
+        fit(world, epochs)  # in a function of its own, so that the wrapped model goes before the group does
+
+
+def fit(world: px.World, epochs: int) -> None:
+    dataset = make_data()
+    sampler = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
+    card = [world.device.index] if world.device.type == "cuda" else None
+    model = DistributedDataParallel(nn.Linear(FEATURES, 1).to(world.device), device_ids=card)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)  # a new order, the same on all ranks
+        steps, samples, loss = run_epoch(model, optimizer, loader, world)
+        # Equal when everything divides evenly; otherwise the last batch is short, and some samples come twice.
+        sign = "=" if steps * BATCH * world.size == samples else "≈"
+        count = f"{steps} steps × batch {BATCH} × {world.size} ranks {sign} {samples} samples"
+        # The end of the line is written with it: spawned ranks share one output, and no launcher sorts their lines.
+        print(f"epoch {epoch} rank {world.rank}: {count}, loss {loss:.4f}\n", end="", flush=True)
 
 
 def make_data() -> TensorDataset:
