@@ -294,3 +294,15 @@ def test_run_ranks_says_when_it_takes_too_long(run_ranks) -> None:
     with pytest.raises(px.PhalanxError, match=r"did not end on all of 2 ranks within 0\.5 s"):
         run_ranks(lambda rank: time.sleep(60), 2, join_group=False, timeout=0.5)
     assert run_ranks(lambda rank: rank, 2, join_group=False) == [0, 1]
+
+
+def test_a_failure_while_others_are_still_being_started() -> None:
+    """Ranks that are called off before they have started have no pid, and nobody waits for one."""
+    from torch.multiprocessing import ProcessRaisedException
+
+    with pytest.raises(ProcessRaisedException, match="too early"):
+        px.spawn(fail_at_once, nprocs=40)
+
+
+def fail_at_once(rank: int) -> None:
+    raise ValueError("too early")

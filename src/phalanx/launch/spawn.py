@@ -92,7 +92,7 @@ class SpawnContext:
             self._nursery.fresh_store(wait=not self._own_nursery)
             for place in placements([nprocs]):
                 self._start(spec, place, parcel, fds)
-            while not all(member.pid for member in self._watch.members.values()):
+            while not all(member.pid or member.exited for member in self._watch.members.values()):
                 self._watch.turn(None)
         except BaseException:
             self.close()
