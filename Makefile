@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+CC     ?= cc
+C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
+
+.PHONY: demo test check bench stress suite clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -17,9 +20,18 @@ check: $(VENV)/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(CC) -std=c11 -O1 -Wall -Wextra -Werror -fsyntax-only csrc/*.c tests/native/*.c
 
 bench: $(VENV)/ready-bench
 	$(BIN)/python benchmarks/launch.py
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/ddp_step.py
+
+stress: $(VENV)/ready-dev
+	$(BIN)/python tests/native/stress.py --seconds 60
+
+suite: $(VENV)/ready-dev
+	$(BIN)/python tests/suite/run.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info runs
@@ -27,7 +39,7 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv $(VENV); }
 
-$(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/ready: pyproject.toml setup.py constraints.txt $(C_SOURCES) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 

@@ -8,7 +8,14 @@
     │   ├── MasterUnreachable    nobody answers at the master's address
     │   ├── RanksDisagree        two ranks claim one number, or two world sizes meet
     │   └── StaleStore           the rendezvous file was left over by an earlier run
-    └── PeerFailed               another rank failed while this one waited for it
+    ├── PeerFailed               another rank failed while this one waited for it
+    │   └── PeerLost             its process is gone, or it has left the group
+    └── CollectiveError          a collective of the shm backend could not be finished
+        ├── CollectiveMismatch   the ranks called different things
+        ├── CollectiveTimeout    a rank did not come in time; the message names it
+        └── CollectiveAborted    a rank called abort(), or was interrupted
+
+The last five are also torch's DistBackendError when a collective raises them.
 
 Every message says the fact, the value, and the next step, in one or two sentences. A violated invariant of
 phalanx itself is an ``assert``, never one of these.
@@ -51,3 +58,23 @@ class StaleStore(JoinError):
 
 class PeerFailed(PhalanxError):
     """Another rank failed while this one was waiting for it."""
+
+
+class PeerLost(PeerFailed):
+    """The process of another rank is gone, or has left the group, while this one was waiting for it."""
+
+
+class CollectiveError(PhalanxError):
+    """A collective of the shm backend could not be finished."""
+
+
+class CollectiveMismatch(CollectiveError):
+    """The ranks called different collectives, or the same one with different types, sizes or roots."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """Some ranks did not come to a collective in time."""
+
+
+class CollectiveAborted(CollectiveError):
+    """A rank aborted the group."""

@@ -198,12 +198,17 @@ def wait_for(store: Any, key: str, seconds: float) -> bool:
 
 
 def meet(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bool) -> Meeting:
-    """Every rank is there, once, with the same world size; otherwise an error that names who is wrong."""
+    """A place in the store for this world alone, where all ranks have signed."""
     from torch.distributed import PrefixStore
 
     # A process may join, leave and join again; all do so equally often, so the number keeps the worlds apart.
     own = PrefixStore(f"phalanx/world-{next(_joins)}", store)
-    book = _Book(PrefixStore("join", own), Claim.of_this_process(rank, world_size))
+    return Meeting(own, sign_in(PrefixStore("join", own), rank, world_size, timeout, hosted_here), hosted_here)
+
+
+def sign_in(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bool = False) -> tuple[Claim, ...]:
+    """Every rank is there, once, with the same world size; otherwise an error that names who is wrong."""
+    book = _Book(store, Claim.of_this_process(rank, world_size))
     try:
         book.sign()
         verdict = book.await_verdict(timeout)
@@ -211,7 +216,7 @@ def meet(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bo
             if hosted_here:
                 book.linger()
             raise getattr(errors, verdict["error"])(verdict["text"])
-        return Meeting(own, book.claims(), hosted_here)
+        return book.claims()
     except RuntimeError as error:
         if isinstance(error, errors.PhalanxError):
             raise

@@ -1,0 +1,66 @@
+/* The entry to a collective: nobody leaves before all have entered, and all have entered the same. */
+#include "internal.h"
+
+#include <string.h>
+
+static phx_signature signature_of(const phx_call *call)
+{
+    return (phx_signature){.op = call->op,
+                           .reduce = call->reduce,
+                           .dtype = call->dtype,
+                           .root = call->root,
+                           .count = call->count,
+                           .factor = call->factor};
+}
+
+void enter(phx_group *g)
+{
+    phx_entry *entry = &g->seats[g->rank].entry[g->number % 2];
+    const phx_call *call = &g->now.call;
+    entry->signature = signature_of(call);
+    if (call->op == PHX_ALL_TO_ALL) {
+        uint64_t *counts = counts_of(g, g->rank, g->number);
+        for (int p = 0; p < g->ranks; p++)
+            counts[p] = call->sends ? call->sends[p] : call->count;
+    }
+    raise_counter(g, COUNTER(entry) + (g->number % 2) * sizeof(phx_entry), g->number);
+}
+
+static bool equal(const phx_signature *a, const phx_signature *b)
+{
+    /* Bytes, not numbers: a factor that is not a number equals itself. There is no padding in it. */
+    return memcmp(a, b, sizeof *a) == 0;
+}
+
+/* all_to_all: what a rank sends here must be what is expected from it. */
+static int check_splits(phx_group *g, int from)
+{
+    const phx_call *call = &g->now.call;
+    uint64_t sent = counts_of(g, from, g->number)[g->rank];
+    uint64_t expected = call->receives ? call->receives[from] : call->count;
+    if (sent == expected)
+        return PHX_OK;
+    return fail(g, (phx_failure){.kind = PHX_SPLITS,
+                                 .culprit = from,
+                                 .finders = signature_of(call),
+                                 .culprits = signature_of(call),
+                                 .sent = sent,
+                                 .expected = expected});
+}
+
+int wait_for_entries(phx_group *g)
+{
+    size_t place = g->number % 2;
+    int result = wait_for_all(g, COUNTER(entry) + place * sizeof(phx_entry), g->number);
+    if (result)
+        return result;
+    const phx_signature *own = &g->seats[g->rank].entry[place].signature;
+    for (int p = 0; p < g->ranks; p++) {
+        const phx_signature *other = &g->seats[p].entry[place].signature;
+        if (!equal(own, other))
+            return fail(g, (phx_failure){.kind = PHX_MISMATCH, .culprit = p, .finders = *own, .culprits = *other});
+        if (own->op == PHX_ALL_TO_ALL && (result = check_splits(g, p)))
+            return result;
+    }
+    return PHX_OK;
+}

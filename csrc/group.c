@@ -1,0 +1,91 @@
+/* A rank's handle on a segment: where things lie in it, and the calls that start and end a collective. */
+#include "internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const uint64_t MAGIC = UINT64_C(0x6d68732d78686c70);
+
+static uint64_t seats_at(void) { return round_up(sizeof(phx_header)); }
+static uint64_t counts_at(int ranks) { return seats_at() + (uint64_t)ranks * sizeof(phx_seat); }
+
+static uint64_t slots_at(int ranks)
+{
+    uint64_t counts = 2 * (uint64_t)ranks * (uint64_t)ranks * sizeof(uint64_t);
+    const uint64_t page = 4096; /* slots begin on a page: vector loops run from aligned addresses */
+    return (counts_at(ranks) + counts + page - 1) / page * page;
+}
+
+uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes)
+{
+    /* A slot is shared out among the ranks in whole lines. */
+    if (ranks < 1 || ranks > PHX_MAX_RANKS || slot_bytes % PHX_LINE || slot_bytes / PHX_LINE < (uint64_t)ranks)
+        return 0;
+    return slots_at(ranks) + (uint64_t)ranks * SLOTS * slot_bytes;
+}
+
+void phx_format(void *segment, int ranks, uint64_t slot_bytes)
+{
+    phx_header *header = segment;
+    header->magic = MAGIC;
+    header->version = PHX_VERSION;
+    header->ranks = (uint32_t)ranks;
+    header->slot_bytes = slot_bytes;
+    header->bytes = phx_segment_bytes(ranks, slot_bytes);
+}
+
+phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfds)
+{
+    phx_header *header = segment;
+    if (header->magic != MAGIC || header->version != PHX_VERSION || header->ranks != (uint32_t)ranks)
+        return NULL;
+    phx_group *g = calloc(1, sizeof *g);
+    if (!g)
+        return NULL;
+    g->rank = rank;
+    g->ranks = ranks;
+    g->header = header;
+    g->seats = (phx_seat *)((char *)segment + seats_at());
+    g->counts = (uint64_t *)((char *)segment + counts_at(ranks));
+    g->slots = (char *)segment + slots_at(ranks);
+    g->slot_bytes = header->slot_bytes;
+    for (int p = 0; p < ranks; p++)
+        g->watched[p] = (struct pollfd){.fd = pidfds[p], .events = POLLIN};
+    return g;
+}
+
+void phx_close(phx_group *g)
+{
+    atomic_store_explicit(&g->seats[g->rank].left, 1, memory_order_release);
+    raise_counter(g, COUNTER(done), g->round); /* as it was; but whoever sleeps looks up and sees that we have left */
+    free(g);
+}
+
+int phx_run(phx_group *g, const phx_call *call)
+{
+    if (g->failure.kind)
+        return PHX_FAILED;
+    begin(g, call);
+    return go_on(g);
+}
+
+int phx_resume(phx_group *g) { return go_on(g); }
+
+int phx_is_interrupted(const phx_group *g) { return !has_ended(&g->now); }
+
+void phx_abort(phx_group *g)
+{
+    /* May run beside a wait in another thread, which owns g->failure: only the segment is touched here. */
+    phx_group other = {.rank = g->rank, .ranks = g->ranks, .header = g->header, .seats = g->seats, .number = g->number};
+    fail(&other, (phx_failure){.kind = PHX_ABORTED, .culprit = g->rank});
+}
+
+void phx_get_failure(const phx_group *g, phx_failure *failure)
+{
+    bool known = g->failure.kind || atomic_load_explicit(&g->header->failed, memory_order_acquire) <= PHX_BEING_WRITTEN;
+    *failure = known ? g->failure : g->header->failure;
+}
+
+uint64_t phx_number(const phx_group *g) { return g->number; }
+
+int phx_version(void) { return PHX_VERSION; }

@@ -1,0 +1,94 @@
+/* What the files of the library share with each other and with nobody else. */
+#ifndef PHALANX_SHM_INTERNAL_H
+#define PHALANX_SHM_INTERNAL_H
+
+#include "phalanx_shm.h"
+
+#include <poll.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+enum { SLOTS = 2 };
+
+/* A collective under way. `step` is where a wait that was interrupted is taken up again. */
+typedef struct {
+    phx_call call;
+    const struct shape *shape;
+    uint64_t piece;  /* bytes of a block that go into one round */
+    uint64_t rounds; /* known after the entries have been read, for all_to_all */
+    uint64_t step;
+    uint64_t deadline; /* CLOCK_MONOTONIC in nanoseconds */
+} collective;
+
+struct phx_group {
+    int rank;
+    int ranks;
+    phx_header *header;
+    phx_seat *seats;
+    uint64_t *counts;
+    char *slots;
+    uint64_t slot_bytes;
+    _Atomic uint64_t number; /* of the collective under way or last run; phx_abort reads it from another thread */
+    uint64_t round;  /* rounds of all collectives before this one */
+    collective now;
+    phx_failure failure; /* this rank's copy */
+    struct pollfd watched[PHX_MAX_RANKS];
+};
+
+static inline uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
+static inline uint64_t round_up(uint64_t bytes) { return (bytes + PHX_LINE - 1) / PHX_LINE * PHX_LINE; }
+
+/* The slot of `rank` for `round`, counted through the life of the group. */
+static inline char *slot_of(const phx_group *g, int rank, uint64_t round)
+{
+    return g->slots + ((uint64_t)rank * SLOTS + round % SLOTS) * g->slot_bytes;
+}
+
+/* all_to_all: how many elements `from` sends to each rank, in collective `number`. */
+static inline uint64_t *counts_of(const phx_group *g, int from, uint64_t number)
+{
+    return g->counts + ((number % 2) * (uint64_t)g->ranks + (uint64_t)from) * (uint64_t)g->ranks;
+}
+
+/* ---- wait.c */
+
+uint64_t now_ns(void);
+
+/* Where in a seat the counter lies that is waited for. */
+typedef size_t counter_offset;
+#define COUNTER(field) offsetof(phx_seat, field)
+
+/* Raises a counter of the own seat and wakes who sleeps for it. */
+void raise_counter(phx_group *g, counter_offset counter, uint64_t value);
+
+/* Until the counter of every other rank has reached `value`. PHX_OK, or why not. */
+int wait_for_all(phx_group *g, counter_offset counter, uint64_t value);
+
+/* Until that of one rank has. */
+int wait_for_one(phx_group *g, int rank, counter_offset counter, uint64_t value);
+
+/* Fails the group, unless it has failed already; returns PHX_FAILED. */
+int fail(phx_group *g, phx_failure failure);
+
+/* ---- barrier.c */
+
+void enter(phx_group *g);
+int wait_for_entries(phx_group *g);
+
+/* ---- reduce.c */
+
+/* first = second = sources[0] op sources[1] op ...; `second` may be NULL, and either may be one of the sources. */
+void reduce_blocks(const phx_call *call, void *first, void *second, const void *const *sources, int ranks,
+                   uint64_t bytes);
+
+void copy_bytes(void *to, const void *from, uint64_t bytes);
+
+/* ---- collectives.c */
+
+void begin(phx_group *g, const phx_call *call);
+int go_on(phx_group *g);
+
+/* Two steps until all have entered, then three a round. */
+static inline bool has_ended(const collective *c) { return !c->shape || c->step == 2 + 3 * c->rounds; }
+
+#endif

@@ -1,0 +1,248 @@
+/* phalanx_shm: collectives between the processes of one machine, through one piece of shared memory.
+ *
+ * This header is the whole interface, the layout of the shared segment, and the contract that orders every access to
+ * it. Plain C11 with Linux futexes; it knows nothing of Python or torch.
+ *
+ *
+ * The segment
+ *
+ *     phx_header          who made it, and the first failure anybody met
+ *     phx_seat[ranks]     one rank's counters, each in a cache line of its own
+ *     counts              2 x ranks x ranks numbers, for all_to_all with uneven splits
+ *     slots               ranks x 2 pieces of slot_bytes; every payload goes through them
+ *
+ * A seat and a pair of slots are written by their owner alone. Nothing in the segment is a lock: whoever is killed,
+ * whenever, holds nothing up.
+ *
+ *
+ * The order of things
+ *
+ * A collective is cut into rounds, and a round takes three stages:
+ *
+ *     put       copy what others need from the caller's tensor into the own slot, then raise `filled`
+ *     combine   when all have filled: reduce the own share into the own slot, then raise `reduced`  (reductions only)
+ *     take      when all have filled (reduced): copy from the others' slots to the tensor, then raise `done`
+ *
+ * Rounds are numbered through the life of the group, over all its collectives; every counter says how many rounds
+ * its rank has finished at that stage. Round r lies in slot r % 2.
+ *
+ *     Reuse    A slot is written for round r only when every rank's `done` is at least r - 1: then nobody reads what
+ *              round r - 2 left there.
+ *     Entry    A collective begins with an entry in the seat: its number, and what was called. It is written after the
+ *              first put, and nobody leaves a collective before everybody has entered it and all entries are equal.
+ *              So an entry may lie in entry[number % 2]: who enters number + 2 knows that all have left number.
+ *     Failure  The first failure is written to the header once and stays. The group is of no use after it.
+ *
+ * Memory order: a counter is raised with seq_cst after the payload it stands for, and read with acquire before that
+ * payload is. That makes plain loads and stores of payload and entries free of races. The raise is seq_cst, not just
+ * release, because the raiser reads `sleepers` next, while a sleeper counts itself there and then reads the counter:
+ * one of the two must see the other.
+ */
+#ifndef PHALANX_SHM_H
+#define PHALANX_SHM_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define PHX_VERSION 1
+#define PHX_MAX_RANKS 256
+#define PHX_LINE 64
+
+#define PHX_API __attribute__((visibility("default")))
+
+/* ---- what can be called */
+
+enum phx_op {
+    PHX_BARRIER,
+    PHX_ALL_REDUCE,
+    PHX_REDUCE,
+    PHX_BROADCAST,
+    PHX_ALL_GATHER,
+    PHX_GATHER,
+    PHX_REDUCE_SCATTER,
+    PHX_SCATTER,
+    PHX_ALL_TO_ALL,
+    PHX_OPS
+};
+
+enum phx_reduce {
+    PHX_SUM,
+    PHX_AVG,
+    PHX_PRODUCT,
+    PHX_MIN,
+    PHX_MAX,
+    PHX_BAND,
+    PHX_BOR,
+    PHX_BXOR,
+    PHX_PREMUL_SUM, /* every input times `factor` */
+    PHX_REDUCES
+};
+
+/* Above PHX_DTYPES a number stands for a type that is moved but not reduced. */
+enum phx_dtype {
+    PHX_F32,
+    PHX_F64,
+    PHX_F16,
+    PHX_BF16,
+    PHX_I8,
+    PHX_I16,
+    PHX_I32,
+    PHX_I64,
+    PHX_U8,
+    PHX_BOOL,
+    PHX_U16,
+    PHX_U32,
+    PHX_U64,
+    PHX_DTYPES
+};
+
+/* One collective, as one rank calls it. A block is what belongs to one rank: `count` elements of `width` bytes.
+ *
+ *                      reads                      writes
+ *     all_reduce       in: one block              out: one block, may be `in`
+ *     reduce           in: one block              out: one block, on the root
+ *     broadcast        in: one block, the root    out: one block, on the others
+ *     all_gather       in: one block              out: a block for each rank
+ *     gather           in: one block              out: a block for each rank, on the root
+ *     reduce_scatter   in: a block for each rank  out: one block
+ *     scatter          in: the same, on the root  out: one block
+ *     all_to_all       in: a block for each rank  out: a block for each rank
+ *
+ * Where blocks do not lie one after the other, `ins` or `outs` point to each of them. The arrays are read until the
+ * collective has ended. */
+typedef struct {
+    uint32_t op;
+    uint32_t reduce;
+    uint32_t dtype;
+    uint32_t width;
+    int32_t root;      /* -1 where there is none */
+    uint32_t patience; /* microseconds of yielding before sleeping */
+    uint64_t count;
+    double factor;
+    uint64_t timeout_ns;
+    const void *in;
+    void *out;
+    const void *const *ins;
+    void *const *outs;
+    const uint64_t *sends;    /* all_to_all with uneven splits: elements for each rank ... */
+    const uint64_t *receives; /* ... and from each; NULL: `count` */
+} phx_call;
+
+/* ---- how it ends */
+
+enum phx_result {
+    PHX_OK,
+    PHX_INTERRUPTED, /* a signal came; deal with it, then call phx_resume, or phx_abort */
+    PHX_FAILED       /* phx_get_failure says why */
+};
+
+enum phx_failure_kind {
+    PHX_NO_FAILURE,
+    PHX_BEING_WRITTEN,
+    PHX_MISMATCH, /* `culprit` entered something else than `finder` */
+    PHX_SPLITS,   /* all_to_all: `culprit` sends `sent` elements to `finder`, which expects `expected` */
+    PHX_LOST,     /* the process of `culprit` is gone */
+    PHX_LEFT,     /* `culprit` has left the group, and will never enter this collective */
+    PHX_TIMEOUT,  /* `finder` waited too long for the ranks in `missing` */
+    PHX_ABORTED   /* `finder` called phx_abort */
+};
+
+/* What a rank called; equal on all ranks, or it is a mismatch. */
+typedef struct {
+    uint32_t op;
+    uint32_t reduce;
+    uint32_t dtype;
+    int32_t root;
+    uint64_t count;
+    double factor;
+} phx_signature;
+
+typedef struct {
+    uint32_t kind;
+    int32_t finder;
+    int32_t culprit;
+    uint32_t unused;
+    uint64_t number; /* of the collective, from 1 */
+    phx_signature finders;
+    phx_signature culprits;
+    uint64_t sent;
+    uint64_t expected;
+    uint64_t missing[PHX_MAX_RANKS / 64];
+} phx_failure;
+
+/* ---- the segment */
+
+typedef struct {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t ranks;
+    uint64_t bytes;
+    uint64_t slot_bytes;
+    _Alignas(PHX_LINE) _Atomic uint32_t failed; /* enum phx_failure_kind; `failure` is whole above BEING_WRITTEN */
+    phx_failure failure;
+} phx_header;
+
+typedef struct {
+    _Alignas(PHX_LINE) _Atomic uint64_t number; /* written last */
+    phx_signature signature;                    /* in the same line: checking it costs nothing */
+} phx_entry;
+
+typedef struct {
+    _Alignas(PHX_LINE) _Atomic uint64_t rounds;
+} phx_counter;
+
+typedef struct {
+    phx_entry entry[2];
+    phx_counter filled;
+    phx_counter reduced;
+    phx_counter done;
+    _Alignas(PHX_LINE) _Atomic uint32_t bell; /* a futex: rung when the owner raises a counter and somebody sleeps */
+    _Atomic uint32_t sleepers;
+    _Atomic uint32_t left;
+} phx_seat;
+
+/* ---- the functions */
+
+typedef struct phx_group phx_group;
+
+/* Bytes of a segment for so many ranks; 0 for a number of ranks that cannot be. */
+PHX_API uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes);
+
+/* Writes the header of a segment that is all zeros. */
+PHX_API void phx_format(void *segment, int ranks, uint64_t slot_bytes);
+
+/* This rank's handle on a formatted segment; NULL when it is none, or of another version, or memory is short.
+ * `pidfds[p]` is a pidfd of rank p, or -1 for a rank that is not watched, such as this one. They stay the caller's. */
+PHX_API phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfds);
+
+/* Says that this rank has left. Nothing may run in the group; the segment stays mapped, and is the caller's. */
+PHX_API void phx_close(phx_group *group);
+
+/* Runs a collective; one at a time in a group. Any result but PHX_INTERRUPTED is the end of it. */
+PHX_API int phx_run(phx_group *group, const phx_call *call);
+PHX_API int phx_resume(phx_group *group);
+
+/* Whether a collective was interrupted and not resumed. */
+PHX_API int phx_is_interrupted(const phx_group *group);
+
+/* Fails the group for every rank; a wait that runs in another thread or process ends at once. */
+PHX_API void phx_abort(phx_group *group);
+
+/* The first failure of the group, as this rank knows it. */
+PHX_API void phx_get_failure(const phx_group *group, phx_failure *failure);
+
+/* How many collectives this rank has entered. */
+PHX_API uint64_t phx_number(const phx_group *group);
+
+PHX_API int phx_version(void);
+
+/* The vector code in use: "avx512", "avx2", "neon" or "baseline". */
+PHX_API const char *phx_instructions(void);
+
+/* Uses this one from now on, for tests; -1 when it is unknown or the processor cannot do it. */
+PHX_API int phx_use_instructions(const char *name);
+
+/* Whether numbers of this type can be reduced so. */
+PHX_API int phx_can_reduce(uint32_t dtype, uint32_t reduce);
+
+#endif

@@ -1,0 +1,192 @@
+"""One collective of a group after the other, whichever threads ask for them, and what an asynchronous one returns.
+
+A synchronous call runs in the thread that makes it; an asynchronous one in the lane's own thread. What a finished
+collective calls back runs before the next collective starts, and collectives that it asks for run at once, in the
+same thread. So their order is the same on every rank, and a callback that waits for one (PowerSGD's does) cannot
+wait for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from phalanx.errors import UsageError
+
+_NO_LIMIT = timedelta(0)
+
+
+class _Raised:
+    """An exception as the value of a future; see `Work.get_future`."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _value_or_raise(future: Future[Any]) -> Any:
+    value = future.value()
+    if isinstance(value, _Raised):
+        raise value.error
+    return value
+
+
+class Work(dist.Work):
+    """An asynchronous collective."""
+
+    def __init__(self, result: list[Tensor]) -> None:
+        super().__init__()
+        self._result = result
+        self._error: BaseException | None = None
+        self._pending = threading.Lock()
+        self._pending.acquire()  # until it has ended; waiting for a lock can be interrupted by a signal
+        self._base: Future[Any] = Future()
+        self._future: Future[Any] | None = None
+
+    def end(self, error: BaseException | None) -> None:
+        """Called once, by the lane. Runs what hangs on the future."""
+        self._error = error
+        self._pending.release()
+        # The error goes in as a value: Future.set_exception is seen by Python alone, and DDP's C++ would go on as if
+        # nothing had happened.
+        self._base.set_result(self._result if error is None else _Raised(error))
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        limit = timeout.total_seconds()
+        if not self._pending.acquire(timeout=limit if limit > 0 else -1):
+            raise TimeoutError(f"a collective has not ended within {limit:g} s.")
+        self._pending.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        # An exception that leaves a callback is seen by C++ too, so the future handed out is one step further.
+        if self._future is None:
+            self._future = self._base.then(_value_or_raise)
+        return self._future
+
+    def is_completed(self) -> bool:
+        return not self._pending.locked()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Finished(dist.Work):
+    """What a synchronous call returns: there is nothing to wait for."""
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result([])
+        return future
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+class Lane:
+    """The order of a group's collectives."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._turn = threading.RLock()
+        self._running = False
+        self._calling_back: int | None = None
+        """The thread that holds the turn and runs callbacks."""
+        self._queue: deque[tuple[Callable[[], None], Work]] = deque()
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.closed: str | None = None
+
+    def now(self, run: Callable[[], None]) -> None:
+        """Runs it in this thread, after everything that was asked for before."""
+        with self._turn:
+            if self._queue and self._calling_back is None:
+                self._catch_up()
+            self._run(run)
+
+    def later(self, run: Callable[[], None], result: list[Tensor]) -> Work:
+        """Runs it in the lane's thread."""
+        work = Work(result)
+        if self._calling_back == threading.get_ident():
+            self._perform(run, work)
+            return work
+        if self._thread is None:
+            self._start()
+        self._queue.append((run, work))
+        self._wake.put(True)
+        return work
+
+    def close(self, reason: str) -> None:
+        """Ends the thread when what was asked for is done; further calls raise."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._wake.put(False)
+            self._thread.join()
+        with self._turn:
+            self.closed = reason
+
+    def _start(self) -> None:
+        with self._turn:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._live, name=f"phalanx-shm-{self._name}", daemon=True)
+                self._thread.start()
+
+    def _live(self) -> None:
+        while self._wake.get():
+            with self._turn:
+                if self._queue:  # a synchronous call may have caught up already
+                    self._perform(*self._queue.popleft())
+
+    def _catch_up(self) -> None:
+        while self._queue:
+            self._perform(*self._queue.popleft())
+
+    def _perform(self, run: Callable[[], None], work: Work) -> None:
+        error = None
+        try:
+            self._run(run)
+        except Exception as raised:  # noqa: BLE001 (whoever waits for the work raises it)
+            error = raised
+        except BaseException as raised:  # a signal's: it is also this thread's own
+            work.end(raised)
+            raise
+        before, self._calling_back = self._calling_back, threading.get_ident()
+        try:
+            work.end(error)
+        finally:
+            self._calling_back = before
+
+    def _run(self, run: Callable[[], None]) -> None:
+        if self.closed:
+            raise UsageError(self.closed)
+        if self._running:
+            raise UsageError("a signal handler called a collective while its group was in the middle of another.")
+        self._running = True
+        try:
+            run()
+        finally:
+            self._running = False

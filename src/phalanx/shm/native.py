@@ -1,0 +1,139 @@
+"""The C library: found, loaded, and described to ctypes. csrc/phalanx_shm.h says what everything means."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_char_p, c_double, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+
+from phalanx.errors import PhalanxError
+
+LIBRARY = Path(__file__).with_name("libphalanx_shm.so")
+WHY_NOT = Path(__file__).with_name("not_built.txt")
+"""Written by setup.py when there was no compiler, or it failed."""
+
+VERSION = 1
+MAX_RANKS = 256
+
+OK, INTERRUPTED, FAILED = range(3)
+
+(BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL) = range(9)
+OPS = (
+    *("barrier", "all_reduce", "reduce", "broadcast", "all_gather", "gather"),
+    *("reduce_scatter", "scatter", "all_to_all"),
+)
+
+NO_FAILURE, BEING_WRITTEN, MISMATCH, SPLITS, LOST, LEFT, TIMEOUT, ABORTED = range(8)
+
+
+class NotBuilt(PhalanxError):
+    """The library is not there, or cannot be loaded; the message says why."""
+
+
+class Call(Structure):
+    """phx_call."""
+
+    _fields_ = (
+        ("op", c_uint32),
+        ("reduce", c_uint32),
+        ("dtype", c_uint32),
+        ("width", c_uint32),
+        ("root", c_int32),
+        ("patience", c_uint32),
+        ("count", c_uint64),
+        ("factor", c_double),
+        ("timeout_ns", c_uint64),
+        ("input", c_void_p),
+        ("output", c_void_p),
+        ("inputs", POINTER(c_void_p)),
+        ("outputs", POINTER(c_void_p)),
+        ("sends", POINTER(c_uint64)),
+        ("receives", POINTER(c_uint64)),
+    )
+
+
+class Signature(Structure):
+    """phx_signature."""
+
+    _fields_ = (
+        ("op", c_uint32),
+        ("reduce", c_uint32),
+        ("dtype", c_uint32),
+        ("root", c_int32),
+        ("count", c_uint64),
+        ("factor", c_double),
+    )
+
+
+class Failure(Structure):
+    """phx_failure."""
+
+    _fields_ = (
+        ("kind", c_uint32),
+        ("finder", c_int32),
+        ("culprit", c_int32),
+        ("unused", c_uint32),
+        ("number", c_uint64),
+        ("finders", Signature),
+        ("culprits", Signature),
+        ("sent", c_uint64),
+        ("expected", c_uint64),
+        ("missing", c_uint64 * (MAX_RANKS // 64)),
+    )
+
+    def missing_ranks(self) -> list[int]:
+        return [rank for rank in range(MAX_RANKS) if self.missing[rank // 64] >> (rank % 64) & 1]
+
+
+_PROTOTYPES = {
+    "phx_segment_bytes": (c_uint64, [c_int, c_uint64]),
+    "phx_format": (None, [c_void_p, c_int, c_uint64]),
+    "phx_open": (c_void_p, [c_void_p, c_int, c_int, POINTER(c_int)]),
+    "phx_close": (None, [c_void_p]),
+    "phx_run": (c_int, [c_void_p, c_void_p]),
+    "phx_resume": (c_int, [c_void_p]),
+    "phx_is_interrupted": (c_int, [c_void_p]),
+    "phx_abort": (None, [c_void_p]),
+    "phx_get_failure": (None, [c_void_p, POINTER(Failure)]),
+    "phx_number": (c_uint64, [c_void_p]),
+    "phx_version": (c_int, []),
+    "phx_instructions": (c_char_p, []),
+    "phx_use_instructions": (c_int, [c_char_p]),
+    "phx_can_reduce": (c_int, [c_uint32, c_uint32]),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library; NotBuilt when there is none that fits."""
+    try:
+        lib = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        reason = WHY_NOT.read_text().strip() if WHY_NOT.exists() else str(error)
+        raise NotBuilt(f"the shm library is not there: {reason}") from None
+    for name, (result, arguments) in _PROTOTYPES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    found = lib.phx_version()
+    if found != VERSION:
+        raise NotBuilt(f"the shm library has version {found}, not {VERSION}: install phalanx again.")
+    return lib
+
+
+def why_not() -> str | None:
+    """Why the library cannot be used here; None when it can."""
+    try:
+        library()
+    except NotBuilt as error:
+        return str(error)
+    return None
+
+
+def describe() -> dict[str, str]:
+    """Version and vector code of the library, for `phalanx doctor`; or the reason why it is not used."""
+    reason = why_not()
+    if reason is not None:
+        return {"shm": reason}
+    lib = library()
+    return {"shm": f"version {lib.phx_version()}, {lib.phx_instructions().decode()}"}

@@ -1,0 +1,142 @@
+"""The shared memory of a group: how its ranks find it, and how nothing of it is left behind.
+
+The first rank makes an anonymous file (memfd), and the others open it under /proc. It has no name, so it is gone
+with the last process that maps it, however that one ends; and the size of /dev/shm does not bind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from typing import Any
+
+from phalanx import join
+from phalanx.errors import JoinError, PeerLost, UsageError
+from phalanx.join import Claim
+from phalanx.shm import failures, native
+from phalanx.shm.failures import Names
+
+_LARGEST_SLOT = 1 << 20
+_SMALLEST_SLOT = 1 << 17
+_ALL_SLOTS = 16 << 20
+"""What the slots of all ranks should hold together: about what a shared cache does."""
+_PATIENCE = 200
+"""Microseconds for which a wait yields the core before it sleeps."""
+
+
+def why_not_here() -> str | None:
+    """What this system lacks for shared memory between ranks; None when nothing."""
+    reason = native.why_not()
+    if reason is not None:
+        return reason
+    try:
+        os.close(os.memfd_create("phalanx"))
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return f"this system has no memfd or no pidfd ({error})"
+    return None
+
+
+class Segment:
+    """A group's shared memory, mapped, with this rank's native handle on it."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Names) -> None:
+        if size > native.MAX_RANKS:
+            raise UsageError(f"backend 'shm' takes at most {native.MAX_RANKS} ranks, not {size}; use gloo.")
+        self._lib = native.library()
+        self._names = names
+        slot = max(_SMALLEST_SLOT, min(_LARGEST_SLOT, _ALL_SLOTS // (2 * size))) // 4096 * 4096
+        self._bytes = self._lib.phx_segment_bytes(size, slot)
+        with contextlib.ExitStack() as stack:
+            if rank == 0:
+                fd = os.memfd_create("phalanx-shm")
+                stack.callback(os.close, fd)
+                os.ftruncate(fd, self._bytes)
+                self._map(fd)
+                self._lib.phx_format(self._base, size, slot)
+                store.set("segment", str(fd))
+            claims = join.sign_in(store, rank, size, timeout)
+            _check_one_machine(claims)
+            names.pids = tuple(claim.pid for claim in claims)
+            if rank != 0:
+                fd = _open(claims[0], int(store.get("segment")))
+                stack.callback(os.close, fd)
+                self._map(fd)
+            pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
+            self.handle = self._lib.phx_open(self._base, rank, size, (ctypes.c_int * size)(*pidfds))
+            assert self.handle, "a segment that was just formatted can be opened"
+            self.close = weakref.finalize(self, _close, self._lib, self.handle, pidfds, os.getpid())
+            self.close.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
+            # Until all have mapped the file, the first rank must keep it open.
+            self.run(native.Call(op=native.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=_PATIENCE))
+
+    def _map(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, self._bytes)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def run(self, call: native.Call) -> None:
+        """Runs a collective to its end. A signal is dealt with as anywhere in Python, and may end it by raising."""
+        try:
+            result = self._lib.phx_run(self.handle, ctypes.byref(call))
+            while result == native.INTERRUPTED:
+                result = self._lib.phx_resume(self.handle)
+        except BaseException:
+            if self._lib.phx_is_interrupted(self.handle):
+                self.abort()  # its half is missing for ever
+            raise
+        if result == native.FAILED:
+            raise self.failure()
+
+    def failure(self) -> Exception:
+        """The group's first failure, as an exception."""
+        record = native.Failure()
+        self._lib.phx_get_failure(self.handle, ctypes.byref(record))
+        return failures.to_exception(record, self._names)
+
+    def abort(self) -> None:
+        """Ends every wait in the group, on every rank; the group is of no use afterwards."""
+        self._lib.phx_abort(self.handle)
+
+    @property
+    def number(self) -> int:
+        """How many collectives this rank has entered."""
+        return self._lib.phx_number(self.handle)
+
+
+def _close(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has a copy of all this, but no seat of its own
+    lib.phx_close(handle)
+    for fd in pidfds:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _check_one_machine(claims: tuple[Claim, ...]) -> None:
+    elsewhere = [claim for claim in claims if claim.machine != claims[0].machine]
+    if elsewhere:
+        raise UsageError(
+            f"backend 'shm' is for one node, but {claims[0]} and {elsewhere[0]} are on two; use gloo between nodes."
+        )
+
+
+def _open(owner: Claim, fd: int) -> int:
+    path = f"/proc/{owner.pid}/fd/{fd}"
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise PeerLost(f"{owner} ended while the group was being formed.") from None
+    except OSError as error:
+        raise JoinError(f"{path} cannot be opened ({error.strerror}); do all ranks run as the same user?") from None
+
+
+def _watch(claim: Claim) -> int:
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(claim.pid)
+        if not claim.has_died:
+            return fd
+        os.close(fd)
+    raise PeerLost(f"{claim} ended while the group was being formed.")

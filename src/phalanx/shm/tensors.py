@@ -1,0 +1,112 @@
+"""What the library calls torch's types and operators, and stand-ins for tensors that do not lie in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from phalanx.errors import UsageError
+from phalanx.shm import native
+
+# In the order of enum phx_dtype. What comes after the first 13 is moved, not reduced.
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
+    *(getattr(torch, name) for name in ("complex32", "float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)),
+    *(getattr(torch, name) for name in ("float8_e4m3fnuz", "float8_e5m2fnuz") if hasattr(torch, name)),
+)
+_CODES = {dtype: (code, dtype.itemsize) for code, dtype in enumerate(_DTYPES)}
+DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
+
+REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+_REDUCES = {getattr(ReduceOp.RedOpType, name.upper()): code for code, name in enumerate(REDUCE_NAMES)}
+_SUM, _AVG, _PREMUL = (REDUCE_NAMES.index(name) for name in ("sum", "avg", "premul_sum"))
+
+
+def code_of(tensor: Tensor) -> tuple[int, int]:
+    """The library's number for the tensor's type, and the bytes of an element."""
+    try:
+        return _CODES[tensor.dtype]
+    except KeyError:
+        raise UsageError(f"backend 'shm' does not know {tensor.dtype}; convert the tensor, or use gloo.") from None
+
+
+def reduce_of(op: ReduceOp) -> tuple[int, float]:
+    """The library's number for an operator, and its factor."""
+    kind = op.op if isinstance(op, ReduceOp) else op
+    code = _REDUCES[kind]
+    if code != _PREMUL:
+        return code, 0.0
+    factor = op.factor
+    return code, float(factor.item() if isinstance(factor, Tensor) else factor)
+
+
+def check_reduction(dtype_code: int, reduce: int, name: str) -> None:
+    if not native.library().phx_can_reduce(dtype_code, reduce):
+        raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on {DTYPE_NAMES[dtype_code]}.")
+
+
+def as_real(tensors: Sequence[Tensor], op: ReduceOp, name: str) -> Sequence[Tensor]:
+    """Complex tensors as pairs of real numbers, for the operators that allow it."""
+    if not any(tensor.is_complex() for tensor in tensors):
+        return tensors
+    reduce, _ = reduce_of(op)
+    if reduce not in (_SUM, _AVG, _PREMUL):
+        raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on complex numbers.")
+    return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
+
+
+def same(tensors: Sequence[Tensor], like: Tensor, name: str) -> None:
+    """Every block of a collective has the size and type of the others."""
+    for tensor in tensors:
+        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+            raise UsageError(
+                f"{name} got a {_describe(tensor)} beside a {_describe(like)}; all blocks need one size and type."
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _in_one_piece(tensor: Tensor) -> bool:
+    if not tensor.is_cpu:
+        raise UsageError(f"backend 'shm' moves tensors in memory, but this one is on {tensor.device}; use nccl there.")
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class Staging:
+    """Stand-ins, each in one piece, for the tensors of a collective that are not; written back at its end."""
+
+    __slots__ = ("_written",)
+
+    def __init__(self) -> None:
+        self._written: list[tuple[Tensor, Tensor]] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        if _in_one_piece(tensor):
+            return tensor
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """For a tensor that is only written."""
+        if _in_one_piece(tensor):
+            return tensor
+        return self._will_copy(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+
+    def update(self, tensor: Tensor) -> Tensor:
+        """For one that is read and written."""
+        if _in_one_piece(tensor):
+            return tensor
+        return self._will_copy(tensor, self.read(tensor))
+
+    def _will_copy(self, tensor: Tensor, stand_in: Tensor) -> Tensor:
+        self._written.append((tensor, stand_in))
+        return stand_in
+
+    def finish(self) -> None:
+        for tensor, stand_in in self._written:
+            tensor.detach().copy_(stand_in)
