@@ -1,6 +1,8 @@
 /* A rank's handle on a segment: where things lie in it, and the calls that start and end a collective. */
+#define _GNU_SOURCE
 #include "internal.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -14,6 +16,12 @@ static uint64_t slots_at(int ranks)
     uint64_t counts = 2 * (uint64_t)ranks * (uint64_t)ranks * sizeof(uint64_t);
     const uint64_t page = 4096; /* slots begin on a page: vector loops run from aligned addresses */
     return (counts_at(ranks) + counts + page - 1) / page * page;
+}
+
+static int usable_cores(void)
+{
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
 }
 
 uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes)
@@ -44,6 +52,7 @@ phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfds)
         return NULL;
     g->rank = rank;
     g->ranks = ranks;
+    g->crowded = ranks > usable_cores();
     g->header = header;
     g->seats = (phx_seat *)((char *)segment + seats_at());
     g->counts = (uint64_t *)((char *)segment + counts_at(ranks));

@@ -23,6 +23,8 @@ typedef struct {
 struct phx_group {
     int rank;
     int ranks;
+    bool crowded;   /* more ranks than cores */
+    int times_away; /* how many yields in a row let somebody else run */
     phx_header *header;
     phx_seat *seats;
     uint64_t *counts;

@@ -14,7 +14,12 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { SPINS = 200, TICK_MS = 100 };
+enum { SPINS = 10, TICK_MS = 100 };
+
+/* A yield that takes longer has let somebody else run on this core. If that happens again and again though every rank
+ * could have a core of its own, then two of them share one, and the kernel does not part them while both keep running.
+ * Who is woken up is given an idle core, so the way out is to sleep. */
+enum { AWAY_NS = 3000, TIMES_AWAY = 4 };
 
 uint64_t now_ns(void)
 {
@@ -144,13 +149,16 @@ static bool sleep_for(phx_group *g, int rank, counter_offset counter, uint64_t v
 
 static int wait_patiently(phx_group *g, int rank, counter_offset counter, uint64_t value)
 {
-    uint64_t start = now_ns();
-    uint64_t until = start + g->now.call.patience * UINT64_C(1000);
-    while (now_ns() < until) {
+    uint64_t now = now_ns(), until = now + g->now.call.patience * UINT64_C(1000);
+    while (now < until && g->times_away < TIMES_AWAY) {
+        uint64_t before = now;
         sched_yield();
+        now = now_ns();
+        g->times_away = !g->crowded && now - before > AWAY_NS ? g->times_away + 1 : 0;
         if (has_come(g, rank, counter, value))
             return PHX_OK;
     }
+    g->times_away = 0;
     for (;;) {
         bool signalled = sleep_for(g, rank, counter, value);
         if (has_come(g, rank, counter, value))

@@ -22,7 +22,7 @@ from phalanx.shm import native
 from phalanx.shm.failures import Names
 from phalanx.shm.lane import Finished, Lane, Work
 from phalanx.shm.segment import Segment
-from phalanx.shm.tensors import Staging, as_real, check_reduction, code_of, reduce_of, same
+from phalanx.shm.tensors import Staging, as_real, check_reduction, code_of, is_in_one_piece, reduce_of, same
 
 _FINISHED = Finished()
 _PATIENCE = 200
@@ -40,6 +40,7 @@ class ShmGroup(dist.ProcessGroup):
         self._segment = Segment(dist.PrefixStore("shm", store), rank, size, timeout.total_seconds(), self._names)
         self._lane = Lane(name)
         self._timeout_ns = int(timeout.total_seconds() * 1e9)
+        self._prepared: dict[tuple[torch.dtype, Any], native.Call] = {}
         self._add_gloo(dist.PrefixStore("gloo", store), timeout)
         _living.add(self)
 
@@ -53,11 +54,23 @@ class ShmGroup(dist.ProcessGroup):
     # ---- one block
 
     def allreduce(self, tensors: list[Tensor], opts: _Options) -> dist.Work:
+        if len(tensors) == 1 and not opts.asyncOp:
+            # The common case, without what only the others need: a third of the call's time.
+            tensor = tensors[0]
+            call = self._prepared.get((tensor.dtype, opts.reduceOp.op))
+            if call is not None and tensor.layout is torch.strided and is_in_one_piece(tensor):
+                self._lane.now(self._all_reduce_prepared, call, tensor)
+                return _FINISHED
         if tensors[0].layout is not torch.strided:
             return super().allreduce(tensors, opts)
         return self._go(opts, tensors, lambda: self._all_reduce(tensors, opts.reduceOp))
 
     allreduce_coalesced = allreduce
+
+    def _all_reduce_prepared(self, call: native.Call, tensor: Tensor) -> None:
+        call.count = tensor.numel()
+        call.input = call.output = tensor.data_ptr()
+        self._segment.run(call)
 
     def _all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
         for tensor in as_real(tensors, op, "all_reduce"):
@@ -233,10 +246,12 @@ class ShmGroup(dist.ProcessGroup):
         code, width = code_of(block)
         reduce, factor = reduce_of(reduce_op)
         check_reduction(code, reduce, native.OPS[op])
-        count = block.numel()
-        self._run(
-            native.Call(op=op, reduce=reduce, factor=factor, dtype=code, width=width, count=count, root=root, **where)
-        )
+        call = native.Call(op=op, reduce=reduce, factor=factor, dtype=code, width=width, count=block.numel(), root=root)
+        for name, value in where.items():
+            setattr(call, name, value)
+        self._run(call)
+        if op == native.ALL_REDUCE and reduce_op.op != ReduceOp.PREMUL_SUM:
+            self._prepared[block.dtype, reduce_op.op] = call
 
     def _move(self, op: int, block: Tensor, root: int = -1, **where: Any) -> None:
         code, width = code_of(block)
@@ -267,6 +282,7 @@ class ShmGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_ns = int(timeout.total_seconds() * 1e9)
         self._names.timeout = timeout.total_seconds()
+        self._prepared.clear()
 
     def shutdown(self) -> None:
         """Leaves the group, when what was asked for is done."""

@@ -122,12 +122,12 @@ class Lane:
         self._thread: threading.Thread | None = None
         self.closed: str | None = None
 
-    def now(self, run: Callable[[], None]) -> None:
+    def now(self, run: Callable[..., None], *arguments: Any) -> None:
         """Runs it in this thread, after everything that was asked for before."""
         with self._turn:
             if self._queue and self._calling_back is None:
                 self._catch_up()
-            self._run(run)
+            self._run(run, *arguments)
 
     def later(self, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Runs it in the lane's thread."""
@@ -180,13 +180,13 @@ class Lane:
         finally:
             self._calling_back = before
 
-    def _run(self, run: Callable[[], None]) -> None:
+    def _run(self, run: Callable[..., None], *arguments: Any) -> None:
         if self.closed:
             raise UsageError(self.closed)
         if self._running:
             raise UsageError("a signal handler called a collective while its group was in the middle of another.")
         self._running = True
         try:
-            run()
+            run(*arguments)
         finally:
             self._running = False

@@ -80,7 +80,7 @@ class Segment:
     def run(self, call: native.Call) -> None:
         """Runs a collective to its end. A signal is dealt with as anywhere in Python, and may end it by raising."""
         try:
-            result = self._lib.phx_run(self.handle, ctypes.byref(call))
+            result = self._lib.phx_run(self.handle, ctypes.addressof(call))
             while result == native.INTERRUPTED:
                 result = self._lib.phx_resume(self.handle)
         except BaseException:

@@ -72,7 +72,8 @@ def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _in_one_piece(tensor: Tensor) -> bool:
+def is_in_one_piece(tensor: Tensor) -> bool:
+    """Whether its elements can be read and written where they lie, one after the other."""
     if not tensor.is_cpu:
         raise UsageError(f"backend 'shm' moves tensors in memory, but this one is on {tensor.device}; use nccl there.")
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -87,19 +88,19 @@ class Staging:
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        if _in_one_piece(tensor):
+        if is_in_one_piece(tensor):
             return tensor
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def write(self, tensor: Tensor) -> Tensor:
         """For a tensor that is only written."""
-        if _in_one_piece(tensor):
+        if is_in_one_piece(tensor):
             return tensor
         return self._will_copy(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
 
     def update(self, tensor: Tensor) -> Tensor:
         """For one that is read and written."""
-        if _in_one_piece(tensor):
+        if is_in_one_piece(tensor):
             return tensor
         return self._will_copy(tensor, self.read(tensor))
 
