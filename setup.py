@@ -16,7 +16,10 @@ SOURCES = [f"csrc/{name}.c" for name in ("wait", "barrier", "group", "collective
 HEADERS = [f"csrc/{name}.h" for name in ("phalanx_shm", "internal", "kernels")]
 # No contraction: a*b+c rounded once here and twice there would not be the same bits everywhere. GCC below -O3 needs to
 # be told that a loop of unknown length is worth vectorising; -O3 takes half as long again and is no faster.
-FLAGS = "-std=c11 -O2 -ftree-vectorize -fvect-cost-model=dynamic -ffp-contract=off -fvisibility=hidden -g0".split()
+FLAGS = [
+    *("-std=c11", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic"),
+    *("-ffp-contract=off", "-fvisibility=hidden", "-g0"),
+]
 NAME = "phalanx.shm.libphalanx_shm"
 
 

@@ -45,6 +45,7 @@ _WRITTEN_FOR_WORKERS = {
     "PHALANX_RUN_DIR": "the run directory",
     "PHALANX_RUN_TOKEN": "marks every process of a run, so that none can be left over",
     "PHALANX_STORE": "host:port of the run's store",
+    "PHALANX_BACKEND": "auto: shm instead of gloo where it can be; as-written: what the script says",
 }
 
 _READ = {
@@ -79,7 +80,7 @@ _READ = {
 _BOTH = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
-    *("PHALANX_STORE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    *("PHALANX_STORE", "PHALANX_BACKEND", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
 )
 
 TABLE: tuple[Variable, ...] = tuple(
@@ -92,6 +93,17 @@ PET_PREFIX = "PET_"
 
 MAIN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 """The ones a person looks for first; ``--dry-run`` shows these and what differs between the ranks."""
+
+
+BACKEND_CHOICES = ("auto", "as-written")
+
+
+def backend_choice(environ: Mapping[str, str]) -> str | None:
+    """PHALANX_BACKEND, None when it is unset."""
+    choice = environ.get("PHALANX_BACKEND") or None
+    if choice is not None and choice not in BACKEND_CHOICES:
+        raise UsageError(f"PHALANX_BACKEND={choice!r} is unknown; set it to {' or '.join(BACKEND_CHOICES)}.")
+    return choice
 
 
 def integer(environ: Mapping[str, str], name: str) -> int | None:

@@ -35,19 +35,27 @@ __all__ = ["close", "run_ranks"]
 _warm: Nursery | None = None
 
 
-def run_ranks(fn: Callable[..., Any], n: int, *args: Any, join_group: bool = True, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any],
+    n: int,
+    *args: Any,
+    join_group: bool = True,
+    backend: str | None = None,
+    timeout: float = 60.0,
+) -> list[Any]:
     """Runs ``fn(world, *args)`` on ``n`` ranks and returns their results, by rank.
 
     Args:
         fn: a function; a local one or a lambda will do.
         join_group: call phalanx.init() first and hand its World over; otherwise ``fn`` gets the rank's number.
+        backend: what phalanx.init() is given, such as ``shm`` or ``gloo``.
         timeout: seconds after which the ranks are killed and an error is raised.
 
     Raises what torch.multiprocessing.spawn raises if a rank fails: ProcessRaisedException with its traceback.
     """
     with contextlib.ExitStack() as stack:
         slots = [stack.enter_context(contextlib.closing(_Slot(anonymous_file("result")))) for _ in range(n)]
-        context = SpawnContext(_call, (fn, args, slots, join_group), n, daemon=False, nursery=_warm_nursery())
+        context = SpawnContext(_call, (fn, args, slots, join_group, backend), n, daemon=False, nursery=_warm_nursery())
         stack.callback(context.close)
         if not context.join(timeout):
             raise PhalanxError(f"{_name(fn)} did not end on all of {n} ranks within {timeout:g} s.")
@@ -102,11 +110,13 @@ class _Slot:
         os.close(self._fd)
 
 
-def _call(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], slots: list[_Slot], join_group: bool) -> None:
+def _call(
+    rank: int, fn: Callable[..., Any], args: tuple[Any, ...], slots: list[_Slot], join_group: bool, backend: str | None
+) -> None:
     if not join_group:
         slots[rank].store(fn(rank, *args))
         return
     import phalanx
 
-    with phalanx.init() as world:
+    with phalanx.init(backend) as world:
         slots[rank].store(fn(world, *args))

@@ -8,7 +8,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import cluster
+from phalanx import backends, cluster
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
@@ -100,7 +100,7 @@ def init(
     mpirun), and from nothing at all for a world of one, so that ``python train.py`` works too.
 
     Args:
-        backend: ``nccl``, ``gloo``, ``mpi``, or what fits the device.
+        backend: ``nccl``, ``gloo``, ``shm``, ``mpi``, or what fits the device.
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
         world_size, rank: given, or found.
         store: a torch store that all ranks share, instead of an init_method.
@@ -116,7 +116,7 @@ def init(
         raise UsageError("the process group exists already; call px.init() once, or leave its `with` block first.")
     situation = _settle(cluster.find(os.environ), rank, world_size)
     place = _device(device, situation)
-    name = _backend(backend, place)
+    name = _backend(backend, place, situation)
     limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     meeting, where = _meet(situation, init_method, store, limit)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
@@ -192,11 +192,18 @@ def _device(asked: str | torch.device | None, situation: Situation) -> torch.dev
     return torch.device("cuda", index)
 
 
-def _backend(asked: str | None, device: torch.device) -> str:
+def _backend(asked: str | None, device: torch.device, situation: Situation) -> str:
     import torch.distributed as dist
 
+    if device.type == "cpu":
+        asked = backends.choose(asked)
     if asked is None:
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if asked == "shm":
+        if device.type != "cpu":
+            raise UsageError(f"backend 'shm' is for the CPU, but this rank is on {device}; leave the backend out.")
+        backends.require_shm(situation.nodes)
+        return asked
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     if asked == "mpi" and not dist.is_mpi_available():
         raise UsageError("backend 'mpi': this torch was built without MPI; build torch with it, or use gloo.")
@@ -206,7 +213,7 @@ def _backend(asked: str | None, device: torch.device) -> str:
         raise UsageError(f"backend {asked!r}: this torch was built without it; leave it out to get one that fits.")
     if asked not in available and asked not in dist.Backend.backend_list and ":" not in asked:
         there = [name for name, is_there in available.items() if is_there()]
-        raise UsageError(f"backend {asked!r} is unknown; torch here has {', '.join(there)}.")
+        raise UsageError(f"backend {asked!r} is unknown; there are shm, {', '.join(there)}.")
     return asked
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.env import PET_PREFIX
+from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
 from phalanx.ports import LOOPBACK
 
@@ -53,6 +53,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
     "how to start": (
         Flag("--start-method", "fork: torch is imported once for all; exec: by each; auto (default)", "HOW", "auto"),
         Flag("--preload", "modules of yours to import once for all, before the fork", "A,B", ""),
+        Flag(
+            "--backend",
+            "auto (default): on CPUs shm instead of gloo; as-written: what the script says",
+            "HOW",
+            choices=BACKEND_CHOICES,
+        ),
         Flag("--dry-run", "print the table of processes and start nothing"),
     ),
     "where they meet": (

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch import devices, flags
 from phalanx.launch.spec import LaunchSpec, Program
@@ -49,6 +50,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         max_restarts=arguments.max_restarts,
         start_method=_start_method(arguments.start_method),
         preload=tuple(name for name in arguments.preload.split(",") if name),
+        backend=arguments.backend or env.backend_choice(environ) or "auto",
         shutdown_timeout=arguments.shutdown_timeout,
         devices=visible if virtual and visible else cards,
         virtual_local_rank=virtual,

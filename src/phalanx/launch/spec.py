@@ -43,6 +43,8 @@ class LaunchSpec:
     max_restarts: int = 0
     start_method: str = "auto"
     preload: tuple[str, ...] = ()
+    backend: str = "auto"
+    """``auto`` or ``as-written``: whether a script that says gloo may get shm."""
     shutdown_timeout: float = 10.0
     devices: tuple[str, ...] | None = None
     """What CUDA_VISIBLE_DEVICES will say; None leaves it as it is."""
@@ -146,6 +148,7 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": run,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PHALANX_STORE": f"{address}:{port}",
+        "PHALANX_BACKEND": spec.backend,
     }
     # torchrun does so too: a failed nccl collective ends its process instead of waiting for ever.
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

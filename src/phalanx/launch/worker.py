@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from phalanx.events import ErrorRecord, Frame
-from phalanx.launch import boot, orphans
+from phalanx.launch import boot, orphans, torch_hook
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
@@ -104,6 +104,7 @@ def main(fds: list[int]) -> None:
     os.lseek(note, 0, os.SEEK_SET)
     with os.fdopen(note) as file:
         spec = WorkerSpec.from_fields(json.load(file))
+    torch_hook.install_on_import()
     run(spec, report, rest)
 
 

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch import keeper, orphans, worker
+from phalanx.launch import keeper, orphans, torch_hook, worker
 from phalanx.launch.channel import Channel
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
@@ -101,6 +101,7 @@ class _Zygote:
                     {"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"}
                 )
                 os._exit(1)
+        torch_hook.install()
         self.disguise.note_imports()
         gc.freeze()  # a collection in a worker must not touch, and so copy, every page shared with the others
         gc.enable()

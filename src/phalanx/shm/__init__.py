@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from phalanx.shm.backend import ShmGroup
@@ -17,5 +21,22 @@ def _create(options: dist.distributed_c10d._DistributedBackendOptions, _: object
     return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
 
 
-if "shm" not in dist.Backend.backend_list:
-    dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
+    """torch's own asks for the name "gloo"; there is a gloo inside of ours that can do it."""
+
+    @functools.wraps(plain)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found = group or dist.group.WORLD
+        if not isinstance(found, ShmGroup):
+            return plain(group, timeout, wait_all_ranks)
+        return found.monitored_barrier(  # pyright: ignore[reportAttributeAccessIssue]  # the stubs lack it
+            timeout or found.timeout, wait_all_ranks=wait_all_ranks
+        )
+
+    return monitored_barrier
+
+
+dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
+dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = _monitored_barrier(dist.monitored_barrier)

@@ -3,6 +3,11 @@
 What is not here (send, recv, sparse tensors, monitored_barrier) falls through to a gloo group inside.
 """
 
+# torch names the parameters of these methods in one way in its stubs and calls them by position; its stubs also lack
+# some attributes.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import ctypes
@@ -20,7 +25,7 @@ from torch.distributed import ReduceOp
 from phalanx.errors import UsageError
 from phalanx.shm import native
 from phalanx.shm.failures import Names
-from phalanx.shm.lane import Finished, Lane, Work
+from phalanx.shm.lane import Finished, Lane
 from phalanx.shm.segment import Segment
 from phalanx.shm.tensors import Staging, as_real, check_reduction, code_of, is_in_one_piece, reduce_of, same
 
@@ -278,6 +283,10 @@ class ShmGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return "shm"
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._names.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_ns = int(timeout.total_seconds() * 1e9)

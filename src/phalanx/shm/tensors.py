@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +35,9 @@ def code_of(tensor: Tensor) -> tuple[int, int]:
         raise UsageError(f"backend 'shm' does not know {tensor.dtype}; convert the tensor, or use gloo.") from None
 
 
-def reduce_of(op: ReduceOp) -> tuple[int, float]:
-    """The library's number for an operator, and its factor."""
-    kind = op.op if isinstance(op, ReduceOp) else op
-    code = _REDUCES[kind]
+def reduce_of(op: Any) -> tuple[int, float]:
+    """The library's number for a ReduceOp, and its factor."""
+    code = _REDUCES[op.op]
     if code != _PREMUL:
         return code, 0.0
     factor = op.factor
