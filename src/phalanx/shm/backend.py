@@ -27,7 +27,7 @@ from phalanx.shm import native
 from phalanx.shm.failures import Names
 from phalanx.shm.lane import Finished, Lane
 from phalanx.shm.segment import Segment
-from phalanx.shm.tensors import Staging, as_real, check_reduction, code_of, is_in_one_piece, reduce_of, same
+from phalanx.shm.tensors import Staging, code_of, is_in_one_piece, numbers_of, reduce_of, same
 
 _FINISHED = Finished()
 _PATIENCE = 200
@@ -78,7 +78,7 @@ class ShmGroup(dist.ProcessGroup):
         self._segment.run(call)
 
     def _all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
-        for tensor in as_real(tensors, op, "all_reduce"):
+        for tensor in tensors:
             staging = Staging()
             block = staging.update(tensor)
             self._reduce(native.ALL_REDUCE, block, op, input=block.data_ptr(), output=block.data_ptr())
@@ -87,7 +87,7 @@ class ShmGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[Tensor], opts: _Options) -> dist.Work:
         def run() -> None:
             staging = Staging()
-            (tensor,) = as_real(tensors, opts.reduceOp, "reduce")
+            (tensor,) = tensors
             block = staging.update(tensor)
             where = {"input": block.data_ptr(), "output": block.data_ptr()}
             self._reduce(native.REDUCE, block, opts.reduceOp, root=opts.rootRank, **where)
@@ -176,9 +176,8 @@ class ShmGroup(dist.ProcessGroup):
             for output, each in zip(outputs, inputs, strict=True):
                 self._check_blocks(each, output, "reduce_scatter")
                 staging = Staging()
-                target, *sources = as_real([output, *each], opts.reduceOp, "reduce_scatter")
-                block = staging.write(target)
-                blocks = [staging.read(source) for source in sources]
+                block = staging.write(output)
+                blocks = [staging.read(source) for source in each]
                 where = {"inputs": _pointers(blocks), "output": block.data_ptr()}
                 self._reduce(native.REDUCE_SCATTER, block, opts.reduceOp, **where)
                 staging.finish()
@@ -193,8 +192,7 @@ class ShmGroup(dist.ProcessGroup):
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._check_sizes(tensor, output, "reduce_scatter")
                 staging = Staging()
-                target, source = as_real([output, tensor], opts.reduceOp, "reduce_scatter")
-                block, blocks = staging.write(target), staging.read(source)
+                block, blocks = staging.write(output), staging.read(tensor)
                 where = {"input": blocks.data_ptr(), "output": block.data_ptr()}
                 self._reduce(native.REDUCE_SCATTER, block, opts.reduceOp, **where)
                 staging.finish()
@@ -248,14 +246,13 @@ class ShmGroup(dist.ProcessGroup):
         return _FINISHED
 
     def _reduce(self, op: int, block: Tensor, reduce_op: ReduceOp, root: int = -1, **where: Any) -> None:
-        code, width = code_of(block)
         reduce, factor = reduce_of(reduce_op)
-        check_reduction(code, reduce, native.OPS[op])
-        call = native.Call(op=op, reduce=reduce, factor=factor, dtype=code, width=width, count=block.numel(), root=root)
+        code, width, count = numbers_of(block, reduce, native.OPS[op])
+        call = native.Call(op=op, reduce=reduce, factor=factor, dtype=code, width=width, count=count, root=root)
         for name, value in where.items():
             setattr(call, name, value)
         self._run(call)
-        if op == native.ALL_REDUCE and reduce_op.op != ReduceOp.PREMUL_SUM:
+        if op == native.ALL_REDUCE and not factor and not block.is_complex():
             self._prepared[block.dtype, reduce_op.op] = call
 
     def _move(self, op: int, block: Tensor, root: int = -1, **where: Any) -> None:

@@ -44,19 +44,18 @@ def reduce_of(op: Any) -> tuple[int, float]:
     return code, float(factor.item() if isinstance(factor, Tensor) else factor)
 
 
-def check_reduction(dtype_code: int, reduce: int, name: str) -> None:
-    if not native.library().phx_can_reduce(dtype_code, reduce):
-        raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on {DTYPE_NAMES[dtype_code]}.")
+def numbers_of(tensor: Tensor, reduce: int, name: str) -> tuple[int, int, int]:
+    """What a reduction works on: the library's type, the bytes and the number of its elements.
 
-
-def as_real(tensors: Sequence[Tensor], op: ReduceOp, name: str) -> Sequence[Tensor]:
-    """Complex tensors as pairs of real numbers, for the operators that allow it."""
-    if not any(tensor.is_complex() for tensor in tensors):
-        return tensors
-    reduce, _ = reduce_of(op)
-    if reduce not in (_SUM, _AVG, _PREMUL):
-        raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on complex numbers.")
-    return [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
+    A complex number counts as two real ones, with the operators that allow it."""
+    code, width = code_of(tensor)
+    count = tensor.numel()
+    if tensor.is_complex() and reduce in (_SUM, _AVG, _PREMUL):
+        code, width = _CODES[tensor.dtype.to_real()]
+        count *= 2
+    if not native.library().phx_can_reduce(code, reduce):
+        raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on {DTYPE_NAMES[code]}.")
+    return code, width, count
 
 
 def same(tensors: Sequence[Tensor], like: Tensor, name: str) -> None:
