@@ -15,6 +15,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -315,6 +316,27 @@ class ShmGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
 
+def _keep_compilers_out() -> None:
+    """torch.compile traces whatever Python runs below a compiled model, and DDP's broadcast of buffers comes here.
+
+    torch.compiler.disable would say the same and import all of the compiler for it.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip = getattr(eval_frame, "skip_code", None)  # torch before 2.7
+    if skip is None:
+        action = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(action, action)  # of the function and of all that it calls
+
+        def skip(code: CodeType) -> None:
+            eval_frame.set_code_exec_strategy(code, strategy)
+
+    for member in vars(ShmGroup).values():
+        if isinstance(member, FunctionType):
+            skip(member.__code__)
+
+
+_keep_compilers_out()
 _living: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [group._forked() for group in _living])
 
