@@ -19,9 +19,10 @@ void enter(phx_group *g)
     const phx_call *call = &g->now.call;
     entry->signature = signature_of(call);
     if (call->op == PHX_ALL_TO_ALL) {
-        uint64_t *counts = counts_of(g, g->rank, g->number);
-        for (int p = 0; p < g->ranks; p++)
-            counts[p] = call->sends ? call->sends[p] : call->count;
+        for (int p = 0; p < g->ranks; p++) {
+            counts_of(g, SENDS, g->rank)[p] = call->sends ? call->sends[p] : call->count;
+            counts_of(g, RECEIVES, g->rank)[p] = call->receives ? call->receives[p] : call->count;
+        }
     }
     raise_counter(g, COUNTER(entry) + (g->number % 2) * sizeof(phx_entry), g->number);
 }
@@ -32,20 +33,21 @@ static bool equal(const phx_signature *a, const phx_signature *b)
     return memcmp(a, b, sizeof *a) == 0;
 }
 
-/* all_to_all: what a rank sends here must be what is expected from it. */
-static int check_splits(phx_group *g, int from)
+/* all_to_all: what any rank sends must be what is expected from it. Everybody looks at all pairs, so that a mismatch
+ * between two is an error on all. */
+static int check_splits(phx_group *g)
 {
-    const phx_call *call = &g->now.call;
-    uint64_t sent = counts_of(g, from, g->number)[g->rank];
-    uint64_t expected = call->receives ? call->receives[from] : call->count;
-    if (sent == expected)
-        return PHX_OK;
-    return fail(g, (phx_failure){.kind = PHX_SPLITS,
-                                 .culprit = from,
-                                 .finders = signature_of(call),
-                                 .culprits = signature_of(call),
-                                 .sent = sent,
-                                 .expected = expected});
+    for (int from = 0; from < g->ranks; from++)
+        for (int to = 0; to < g->ranks; to++) {
+            uint64_t sent = counts_of(g, SENDS, from)[to], expected = counts_of(g, RECEIVES, to)[from];
+            if (sent != expected)
+                return fail(g, (phx_failure){.kind = PHX_SPLITS,
+                                             .culprit = from,
+                                             .receiver = to,
+                                             .sent = sent,
+                                             .expected = expected});
+        }
+    return PHX_OK;
 }
 
 int wait_for_entries(phx_group *g)
@@ -59,8 +61,6 @@ int wait_for_entries(phx_group *g)
         const phx_signature *other = &g->seats[p].entry[place].signature;
         if (!equal(own, other))
             return fail(g, (phx_failure){.kind = PHX_MISMATCH, .culprit = p, .finders = *own, .culprits = *other});
-        if (own->op == PHX_ALL_TO_ALL && (result = check_splits(g, p)))
-            return result;
     }
-    return PHX_OK;
+    return own->op == PHX_ALL_TO_ALL ? check_splits(g) : PHX_OK;
 }

@@ -234,7 +234,7 @@ static void count_rounds(phx_group *g)
     uint64_t largest = 0;
     for (int p = 0; p < g->ranks; p++)
         for (int q = 0; q < g->ranks; q++) {
-            uint64_t count = counts_of(g, p, g->number)[q];
+            uint64_t count = counts_of(g, SENDS, p)[q];
             largest = count > largest ? count : largest;
         }
     g->now.rounds = (largest * g->now.call.width + g->now.piece - 1) / g->now.piece;

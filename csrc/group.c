@@ -13,7 +13,7 @@ static uint64_t counts_at(int ranks) { return seats_at() + (uint64_t)ranks * siz
 
 static uint64_t slots_at(int ranks)
 {
-    uint64_t counts = 2 * (uint64_t)ranks * (uint64_t)ranks * sizeof(uint64_t);
+    uint64_t counts = 2 * TABLES * (uint64_t)ranks * (uint64_t)ranks * sizeof(uint64_t);
     const uint64_t page = 4096; /* slots begin on a page: vector loops run from aligned addresses */
     return (counts_at(ranks) + counts + page - 1) / page * page;
 }
@@ -72,7 +72,7 @@ void phx_close(phx_group *g)
 
 int phx_run(phx_group *g, const phx_call *call)
 {
-    if (g->failure.kind)
+    if (group_has_failed(g))
         return PHX_FAILED;
     begin(g, call);
     return go_on(g);

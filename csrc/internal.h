@@ -46,10 +46,13 @@ static inline char *slot_of(const phx_group *g, int rank, uint64_t round)
     return g->slots + ((uint64_t)rank * SLOTS + round % SLOTS) * g->slot_bytes;
 }
 
-/* all_to_all: how many elements `from` sends to each rank, in collective `number`. */
-static inline uint64_t *counts_of(const phx_group *g, int from, uint64_t number)
+/* all_to_all: how many elements `rank` sends to each rank, or expects from each, in the collective under way. */
+enum table { SENDS, RECEIVES, TABLES };
+
+static inline uint64_t *counts_of(const phx_group *g, enum table table, int rank)
 {
-    return g->counts + ((number % 2) * (uint64_t)g->ranks + (uint64_t)from) * (uint64_t)g->ranks;
+    uint64_t ranks = (uint64_t)g->ranks, tables = (g->number % 2) * TABLES + table;
+    return g->counts + (tables * ranks + (uint64_t)rank) * ranks;
 }
 
 /* ---- wait.c */
@@ -68,6 +71,9 @@ int wait_for_all(phx_group *g, counter_offset counter, uint64_t value);
 
 /* Until that of one rank has. */
 int wait_for_one(phx_group *g, int rank, counter_offset counter, uint64_t value);
+
+/* Whether any rank has failed the group; takes over what it published. */
+bool group_has_failed(phx_group *g);
 
 /* Fails the group, unless it has failed already; returns PHX_FAILED. */
 int fail(phx_group *g, phx_failure failure);

@@ -8,7 +8,7 @@
  *
  *     phx_header          who made it, and the first failure anybody met
  *     phx_seat[ranks]     one rank's counters, each in a cache line of its own
- *     counts              2 x ranks x ranks numbers, for all_to_all with uneven splits
+ *     counts              2 x 2 x ranks x ranks numbers, for all_to_all with uneven splits
  *     slots               ranks x 2 pieces of slot_bytes; every payload goes through them
  *
  * A seat and a pair of slots are written by their owner alone. Nothing in the segment is a lock: whoever is killed,
@@ -140,7 +140,7 @@ enum phx_failure_kind {
     PHX_NO_FAILURE,
     PHX_BEING_WRITTEN,
     PHX_MISMATCH, /* `culprit` entered something else than `finder` */
-    PHX_SPLITS,   /* all_to_all: `culprit` sends `sent` elements to `finder`, which expects `expected` */
+    PHX_SPLITS,   /* all_to_all: `culprit` sends `sent` elements to `receiver`, which expects `expected` */
     PHX_LOST,     /* the process of `culprit` is gone */
     PHX_LEFT,     /* `culprit` has left the group, and will never enter this collective */
     PHX_TIMEOUT,  /* `finder` waited too long for the ranks in `missing` */
@@ -161,7 +161,7 @@ typedef struct {
     uint32_t kind;
     int32_t finder;
     int32_t culprit;
-    uint32_t unused;
+    int32_t receiver;
     uint64_t number; /* of the collective, from 1 */
     phx_signature finders;
     phx_signature culprits;

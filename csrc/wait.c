@@ -67,9 +67,10 @@ static void wake_everybody(phx_group *g)
         ring(&g->seats[p]);
 }
 
-/* Takes over the failure that some rank has published. */
-static bool group_has_failed(phx_group *g)
+bool group_has_failed(phx_group *g)
 {
+    if (g->failure.kind)
+        return true;
     /* acquire: the record was written before its kind. */
     if (atomic_load_explicit(&g->header->failed, memory_order_acquire) <= PHX_BEING_WRITTEN)
         return false;

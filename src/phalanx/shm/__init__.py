@@ -17,7 +17,7 @@ __all__ = ["ShmGroup", "describe", "why_not_here"]
 
 def _create(options: dist.distributed_c10d._DistributedBackendOptions, _: object) -> ShmGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    name = options.group_id
+    name = options.group_id if dist.is_initialized() else "world"
     return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
 
 

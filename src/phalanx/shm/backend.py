@@ -11,6 +11,7 @@ What is not here (send, recv, sparse tensors, monitored_barrier) falls through t
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from torch.distributed import ReduceOp
 from phalanx.errors import UsageError
 from phalanx.shm import native
 from phalanx.shm.failures import Names
-from phalanx.shm.lane import Finished, Lane
+from phalanx.shm.lane import Finished, Lane, original
 from phalanx.shm.segment import Segment
 from phalanx.shm.tensors import Staging, code_of, is_in_one_piece, numbers_of, reduce_of, same
 
@@ -336,7 +337,24 @@ def _keep_compilers_out() -> None:
             skip(member.__code__)
 
 
+def _raise_from_backward(plain: Callable[..., None]) -> Callable[..., None]:
+    """DDP's C++ turns whatever a collective raises into a RuntimeError; a lost peer should be a PeerLost here too."""
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            plain(*args, **kwargs)
+        except RuntimeError as error:
+            ours = original(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+    return backward
+
+
 _keep_compilers_out()
+torch.autograd.backward = _raise_from_backward(torch.autograd.backward)
 _living: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [group._forked() for group in _living])
 

@@ -48,7 +48,8 @@ class Names:
 
 
 def to_exception(failure: Failure, names: Names) -> Exception:
-    where = f"collective #{failure.number} of group '{names.group}'"
+    # The library's first one is the barrier that forms the group.
+    where = f"collective #{failure.number - 1} of group '{names.group}'"
     finder = names(failure.finder)
     if failure.kind == native.MISMATCH:
         ours, theirs = failure.finders, failure.culprits
@@ -57,9 +58,10 @@ def to_exception(failure: Failure, names: Names) -> Exception:
             f"{_spell(ours, theirs, names)}; {where}."
         )
     if failure.kind == native.SPLITS:
+        receiver = names(failure.receiver)
         return CollectiveMismatch(
-            f"{names(failure.culprit)} sends {failure.sent} elements to {finder} in all_to_all, "
-            f"where {finder} expects {failure.expected}; {where}."
+            f"{names(failure.culprit)} sends {failure.sent} elements to {receiver} in all_to_all, "
+            f"where {receiver} expects {failure.expected}; {where}."
         )
     if failure.kind == native.LOST:
         pid = names.pids[failure.culprit]

@@ -32,10 +32,20 @@ class _Raised:
 
 
 def _value_or_raise(future: Future[Any]) -> Any:
+    global _last_raised
     value = future.value()
     if isinstance(value, _Raised):
+        _last_raised = value.error
         raise value.error
     return value
+
+
+_last_raised: BaseException | None = None
+
+
+def original(error: RuntimeError) -> BaseException | None:
+    """Our own exception, if C++ has made a RuntimeError with its text of it on the way."""
+    return _last_raised if _last_raised is not None and str(_last_raised) in str(error) else None
 
 
 class Work(dist.Work):

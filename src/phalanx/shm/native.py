@@ -73,7 +73,7 @@ class Failure(Structure):
         ("kind", c_uint32),
         ("finder", c_int32),
         ("culprit", c_int32),
-        ("unused", c_uint32),
+        ("receiver", c_int32),
         ("number", c_uint64),
         ("finders", Signature),
         ("culprits", Signature),

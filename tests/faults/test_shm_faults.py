@@ -1,0 +1,297 @@
+"""When ranks disagree, die or stop in the middle of shm collectives: who is told what, how soon, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
+
+import phalanx as px
+from phalanx.world import World
+
+RunRanks = Callable[..., list[Any]]
+
+
+def outcome(act: Callable[[], Any]) -> tuple[str, str, float]:
+    """The kind and text of what it raised, and the seconds it took."""
+    started = time.monotonic()
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 (whatever it is, the test looks at it)
+        assert isinstance(error, RuntimeError), repr(error)
+        return type(error).__name__, str(error), time.monotonic() - started
+    return "nothing", "", time.monotonic() - started
+
+
+# ---- ranks that call different things
+
+MISMATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "operation": (
+        lambda rank: dist.broadcast(torch.ones(10), 0) if rank == 1 else dist.all_reduce(torch.ones(12)),
+        "rank 1 called broadcast(float32[10]) where rank 0 called all_reduce(float32[12]); "
+        "collective #4 of group 'world'.",
+    ),
+    "operator": (
+        lambda rank: dist.all_reduce(torch.ones(3), ReduceOp.MAX if rank == 1 else ReduceOp.SUM),
+        "rank 1 called all_reduce(float32[3], max) where rank 0 called all_reduce(float32[3], sum); "
+        "collective #4 of group 'world'.",
+    ),
+    "type": (
+        lambda rank: dist.all_reduce(torch.ones(3, dtype=torch.int32 if rank == 1 else torch.float32)),
+        "rank 1 called all_reduce(int32[3]) where rank 0 called all_reduce(float32[3]); collective #4 of group 'world'.",
+    ),
+    "size": (
+        lambda rank: dist.all_reduce(torch.ones(1_000_000 + rank)),
+        "rank 1 called all_reduce(float32[1000001]) where rank 0 called all_reduce(float32[1000000]); "
+        "collective #4 of group 'world'.",
+    ),
+    "root": (
+        lambda rank: dist.broadcast(torch.ones(3), rank),
+        "rank 1 called broadcast(float32[3], root 1) where rank 0 called broadcast(float32[3], root 0); "
+        "collective #4 of group 'world'.",
+    ),
+    "number": (
+        lambda rank: [dist.barrier() for _ in range(1 + rank)] and dist.all_reduce(torch.ones(3)),
+        "rank 1 called barrier() where rank 0 called all_reduce(float32[3]); collective #5 of group 'world'.",
+    ),
+    "split": (
+        lambda rank: dist.all_to_all_single(torch.empty(4), torch.ones(5 - rank), [2, 2], [2, 3 - rank]),
+        "rank 0 sends 3 elements to rank 1 in all_to_all, where rank 1 expects 2; collective #4 of group 'world'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISMATCHES)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_mismatch(kind: str, asynchronous: bool, run_ranks: RunRanks) -> None:
+    act, text = MISMATCHES[kind]
+
+    def check(world: World) -> tuple[str, str, float]:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(100_000))
+        if asynchronous:  # what follows waits behind it, in the same order
+            work = dist.barrier(async_op=True)
+            assert work is not None
+        else:
+            dist.barrier()
+        result = outcome(lambda: act(world.rank))
+        again = outcome(lambda: dist.all_reduce(torch.ones(1)))
+        assert again[:2] == result[:2], "a broken group must stay broken"
+        return result
+
+    swapped = _swap(text)
+    for name, message, seconds in run_ranks(check, 2, backend="shm"):
+        assert name == "CollectiveMismatch"
+        assert message in (text, swapped), message
+        assert seconds < 5
+
+
+def _swap(text: str) -> str:
+    """The same with the sides exchanged: whoever finds it first tells it."""
+    body, _, where = text.partition("; ")
+    one, middle, two = body.partition(" where ")
+    return f"{two.replace('expects', 'called')}{middle}{one}; {where}"
+
+
+# ---- ranks that die
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_rank(world: World, how: str) -> tuple[str, str, float]:
+    tensor = torch.ones(300_000)
+    dist.all_reduce(tensor)
+    if how == "backward":
+        return lose_in_backward(world)
+    if world.rank == 1:
+        time.sleep(0.3)  # so that the others wait already
+        die()
+    if how == "sync":
+        return outcome(lambda: dist.all_reduce(tensor))
+    if how == "small":
+        return outcome(lambda: dist.all_reduce(torch.ones(1)))
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    if how == "async":
+        return outcome(work.wait)
+    return outcome(lambda: work.get_future().wait())
+
+
+def lose_in_backward(world: World) -> tuple[str, str, float]:
+    model = DistributedDataParallel(
+        torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(4)]), bucket_cap_mb=1
+    )
+    model(torch.ones(4, 400)).sum().backward()
+    loss = model(torch.ones(4, 400)).sum()
+    if world.rank == 1:
+        time.sleep(0.3)
+        die()
+    before = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    result = outcome(loss.backward)
+    assert before
+    return result
+
+
+@pytest.mark.parametrize("how", ["sync", "small", "async", "future", "backward"])
+def test_a_killed_rank(how: str, tmp_path: Any) -> None:
+    """Without a launcher, which would end the survivors itself: they write down what they saw."""
+    results = run_and_lose(lose_a_rank, 3, how)
+    assert sorted(results) == [0, 2]
+    for name, message, seconds in results.values():
+        assert "rank 1 (pid " in message
+        assert "has ended without taking part in collective #" in message
+        assert seconds < 0.3 + 1.0
+        assert name == ("RuntimeError" if how == "future" else "PeerLost")  # a torch Future knows no other error
+
+
+def run_and_lose(act: Callable[..., Any], ranks: int, *args: Any) -> dict[int, Any]:
+    """Runs ``act`` on ranks of which some die; what the others returned."""
+    import multiprocessing
+    import tempfile
+
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as directory:
+        queue = context.SimpleQueue()
+        processes = [
+            context.Process(target=_one_rank, args=(rank, ranks, f"file://{directory}/store", queue, act, args))
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+                raise AssertionError("a rank hangs")
+        results = {}
+        while not queue.empty():
+            rank, value = queue.get()
+            results[rank] = value
+        queue.close()
+        for process in processes:
+            process.close()
+        return results
+
+
+def _one_rank(rank: int, ranks: int, meeting: str, queue: Any, act: Callable[..., Any], args: Any) -> None:
+    world = px.init("shm", meeting, ranks, rank, timeout=30)
+    queue.put((rank, act(world, *args)))
+    os._exit(0)  # the group may be broken, and leaving it in order is not what is tested
+
+
+# ---- ranks that stop or do not come
+
+
+def test_a_stopped_rank_is_a_timeout_that_names_it(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, str, float]:
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        dist.barrier(group)
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)  # until rank 0 lets it go on
+        result = outcome(lambda: dist.all_reduce(torch.ones(10), group=group))
+        if world.rank == 0:
+            os.kill(world.claims[1].pid, signal.SIGCONT)
+        return result
+
+    for name, message, _ in run_ranks(check, 3, backend="shm"):
+        assert name == "CollectiveTimeout"
+        assert "waited 1 s for rank 1; collective #2 of group" in message
+
+
+def test_a_rank_that_left(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, str, float]:
+        group = dist.new_group([0, 1])
+        dist.barrier(group)
+        if world.rank == 1:
+            dist.destroy_process_group(group)  # type: ignore[arg-type]
+            return "", "", 0.0
+        return outcome(lambda: dist.barrier(group))
+
+    name, message, seconds = run_ranks(check, 2, backend="shm")[0]
+    assert name == "PeerLost"
+    assert "rank 1 has left the group and never comes to collective #2" in message
+    assert seconds < 1
+
+
+def test_abort_ends_a_wait_on_every_rank(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, str, float]:
+        group = dist.new_group()
+        dist.barrier(group)
+        assert isinstance(group, dist.ProcessGroup)
+        if world.rank == 1:
+            time.sleep(0.3)
+            group.abort()
+            return "CollectiveAborted", "rank 1 aborted", 0.0
+        return outcome(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+    for name, message, seconds in run_ranks(check, 3, backend="shm"):
+        assert name == "CollectiveAborted"
+        assert "rank 1 aborted" in message
+        assert seconds < 1
+
+
+def test_an_interrupt_ends_a_wait_at_once(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, str, float]:
+        group = dist.new_group()
+        dist.barrier(group)
+        if world.rank == 0:
+            import threading
+
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            started = time.monotonic()
+            try:
+                dist.all_reduce(torch.ones(1), group=group)
+            except KeyboardInterrupt:
+                return "KeyboardInterrupt", "", time.monotonic() - started
+        time.sleep(0.6)
+        return outcome(lambda: dist.all_reduce(torch.ones(1), group=group))
+
+    (name, _, seconds), other = run_ranks(check, 2, backend="shm")
+    assert name == "KeyboardInterrupt"
+    assert seconds < 0.6
+    assert other[0] == "CollectiveAborted"
+    assert "rank 0 aborted" in other[1]
+
+
+def test_a_signal_handler_that_does_not_raise_disturbs_nothing(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[int, list[float]]:
+        seen = []
+        signal.signal(signal.SIGALRM, lambda *_: seen.append(1))
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        tensor = torch.ones(200_000)
+        for _ in range(30):
+            if world.rank == 1:
+                time.sleep(0.005)
+            dist.all_reduce(tensor)
+            tensor /= world.size
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return len(seen), tensor.unique().tolist()
+
+    for signals, values in run_ranks(check, 2, backend="shm"):
+        assert signals > 10
+        assert values == [1.0]
+
+
+def test_a_forked_child_has_no_place_in_the_group(run_ranks: RunRanks) -> None:
+    def check(world: World) -> int:
+        pid = os.fork()
+        if pid == 0:
+            name, message, _ = outcome(lambda: dist.all_reduce(torch.ones(1)))
+            os._exit(0 if name == "UsageError" and "forked" in message else 1)
+        status = os.waitpid(pid, 0)[1]
+        dist.all_reduce(torch.ones(1))
+        return status
+
+    assert run_ranks(check, 2, backend="shm") == [0, 0]
