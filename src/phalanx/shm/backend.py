@@ -52,9 +52,14 @@ class ShmGroup(dist.ProcessGroup):
         _living.add(self)
 
     def _add_gloo(self, store: Any, timeout: timedelta) -> None:
-        kind = dist.ProcessGroup.BackendType.GLOO
-        inner = dist.ProcessGroupGloo(store, self._rank, self._size, timeout)
+        """Costs next to nothing until it is used: it connects two ranks when they first talk to each other."""
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        # All ranks are on this machine, whatever its name resolves to.
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+        inner = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         inner._set_sequence_number_for_group()
+        kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, inner)
         self._set_default_backend(kind)
 
