@@ -95,6 +95,4 @@ void phx_get_failure(const phx_group *g, phx_failure *failure)
     *failure = known ? g->failure : g->header->failure;
 }
 
-uint64_t phx_number(const phx_group *g) { return g->number; }
-
 int phx_version(void) { return PHX_VERSION; }

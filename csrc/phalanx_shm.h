@@ -231,9 +231,6 @@ PHX_API void phx_abort(phx_group *group);
 /* The first failure of the group, as this rank knows it. */
 PHX_API void phx_get_failure(const phx_group *group, phx_failure *failure);
 
-/* How many collectives this rank has entered. */
-PHX_API uint64_t phx_number(const phx_group *group);
-
 PHX_API int phx_version(void);
 
 /* The vector code in use: "avx512", "avx2", "neon" or "baseline". */

@@ -52,11 +52,20 @@ class Outcome:
         return self.out.splitlines()
 
     @property
+    def told(self) -> list[str]:
+        return told(self.err)
+
+    @property
     def complaint(self) -> list[str]:
         """What phalanx said at the end: from its last `phalanx:` line on."""
         lines = self.err.splitlines()
         starts = [index for index, line in enumerate(lines) if line.startswith("phalanx: ")]
         return lines[starts[-1] :] if starts else []
+
+
+def told(err: str) -> list[str]:
+    """What was said on standard error, but for the line about the backend that a script on CPUs gets."""
+    return [line for line in err.splitlines() if "phalanx: the backend is shm, not gloo" not in line]
 
 
 def by_rank(outcome: Outcome) -> dict[int, list[str]]:

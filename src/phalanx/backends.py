@@ -34,7 +34,8 @@ def choose(asked: str | None) -> str | None:
     if reason is not None:
         _tell(f"the backend is gloo: {reason}")
         return asked
-    _tell(f"the backend is shm, not gloo: {world_size} on one machine (--backend as-written keeps gloo)")
+    where = f"all {world_size} ranks are on this machine" if world_size > 1 else "there is one rank"
+    _tell(f"the backend is shm, not gloo: {where} (--backend as-written keeps gloo)")
     return "shm"
 
 

@@ -14,6 +14,8 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
+  phalanx bench collectives         measure how fast ranks communicate, beside gloo and MPI
+  phalanx bench ddp-step            measure what that adds to a training step
   phalanx --version
 
 `phalanx run --help` lists the flags. A script needs no change; `import phalanx as px` gives it more.

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import Runner, marked_processes, start
+from tests.conftest import Runner, marked_processes, start, told
 
 HEADER = """
 import os, signal, sys, time
@@ -35,7 +35,7 @@ def block_of(outcome) -> list[str]:
     block = outcome.complaint
     assert 1 < len(block) <= 15, outcome.err
     assert "Traceback" not in outcome.err, "tracebacks belong into the logs"
-    assert len(outcome.err.splitlines()) - len(block) <= 1, "beside the block, the line of the start and no more"
+    assert len(outcome.told) - len(block) <= 1, "beside the block, the line of the start and no more"
     return block
 
 
@@ -174,8 +174,8 @@ def test_the_zygote_is_killed(script, tmp_path: Path) -> None:
     zygote.kill()
     _, err = agent.communicate(timeout=10)
     assert agent.returncode == 1
-    assert f"the process that starts the workers (pid {zygote.pid}) was killed by SIGKILL" in err.splitlines()[1]
-    assert len(err.splitlines()) == 2
+    assert f"the process that starts the workers (pid {zygote.pid}) was killed by SIGKILL" in told(err)[1]
+    assert len(told(err)) == 2
 
 
 def test_a_grandchild_that_stays_behind_is_ended_with_the_run(phalanx: Runner, script) -> None:
@@ -215,7 +215,7 @@ def interrupted(tmp_path: Path, name: str, number: int, *flags: str, times: int 
         agent.send_signal(number)
         time.sleep(0.3)
     _, err = agent.communicate(timeout=30)
-    return agent.returncode, err.splitlines(), time.monotonic() - started
+    return agent.returncode, told(err), time.monotonic() - started
 
 
 def test_ctrl_c_while_a_rank_is_blocked(script, tmp_path: Path) -> None:

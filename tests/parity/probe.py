@@ -120,7 +120,9 @@ def main():
         "descriptors": descriptors(),
         "faulthandler": faulthandler.is_enabled(),
         "excepthook": sys.excepthook is sys.__excepthook__,
-        "meta path": [type(finder).__name__ for finder in sys.meta_path if type(finder).__name__ != "_Revealer"],
+        "meta path": [
+            type(finder).__name__ for finder in sys.meta_path if not type(finder).__module__.startswith("phalanx.")
+        ],
         "pickle": pickle.loads(pickle.dumps(Sample(3))) == Sample(3),
         "pickled as": b"__main__" in pickle.dumps(Sample(3)),
         "environment": {k: v for k, v in os.environ.items() if k not in ("PHALANX_STORE", "MASTER_PORT")},

@@ -47,7 +47,7 @@ STEPS = st.builds(
 )
 
 
-def play(step: Step, group: Any, rank: int, salt: int) -> tuple[list[Tensor], Any]:
+def play(step: Step, group: Any, rank: int, salt: int) -> tuple[list[Tensor], Any]:  # noqa: PLR0911
     """Starts one step; what it writes, and the work if it is asynchronous."""
     members = GROUPS[step.group]
     n, root = len(members), members[step.root % len(members)]

@@ -55,6 +55,7 @@ def test_environment_has_torchruns_variables() -> None:
         "TORCHELASTIC_RUN_ID": "run-7",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "PHALANX_STORE": "127.0.0.1:1234",
+        "PHALANX_BACKEND": "auto",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }

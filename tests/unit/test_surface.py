@@ -19,15 +19,16 @@ SOURCE = Path(phalanx.__file__).parent
 NAMES = ["PhalanxError", "World", "barrier", "init", "main_only", "print", "rank_zero_first", "spawn"]
 
 FLAGS = """
---devices --dry-run --local-addr --local-ranks-filter --log-dir --master-addr --master-port --max-restarts --module
---monitor-interval --nnodes --no-python --node-rank --nproc-per-node --preload --rdzv-backend --rdzv-conf
+--backend --devices --dry-run --local-addr --local-ranks-filter --log-dir --master-addr --master-port --max-restarts
+--module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --preload --rdzv-backend --rdzv-conf
 --rdzv-endpoint --rdzv-id --redirects --role --run-path --shutdown-timeout --signals-to-handle --standalone
 --start-method --tee --virtual-local-rank
 """.split()
 
 WRITTEN = """
 CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR
-MASTER_PORT OMP_NUM_THREADS PHALANX_RUN_DIR PHALANX_RUN_TOKEN PHALANX_STORE RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
+MASTER_PORT OMP_NUM_THREADS PHALANX_BACKEND PHALANX_RUN_DIR PHALANX_RUN_TOKEN PHALANX_STORE RANK ROLE_NAME ROLE_RANK
+ROLE_WORLD_SIZE
 TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE
 TORCH_NCCL_ASYNC_ERROR_HANDLING WORLD_SIZE
 """.split()
@@ -43,6 +44,7 @@ HALLWAY = {"env", "errors", "events", "ports", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
+    "backends": {"shm"},
     "bench": {"launch"},
     "cli": {"launch", "bench"},
     "cluster": set(),
@@ -54,9 +56,10 @@ EDGES = {
     "join": set(),
     "launch": {"diagnose", "cli"},  # cli: only from launch/__main__.py
     "ports": set(),
+    "shm": {"join"},
     "stores": set(),
     "testing": {"launch", "phalanx"},
-    "world": {"cluster", "join"},
+    "world": {"backends", "cluster", "join"},
 }
 
 TORCH_IN_LAUNCH = {"disguise", "spawn"}  # the last only to raise mp.spawn's own exceptions

@@ -1,6 +1,8 @@
-"""Benchmarks: ``phalanx bench launch``. Importing this imports nothing heavy; plots need matplotlib, tables do not."""
+"""Benchmarks: ``phalanx bench …``. Importing this imports nothing heavy; plots need matplotlib, tables do not."""
 
 from __future__ import annotations
+
+import importlib
 
 from phalanx.errors import UsageError
 
@@ -8,11 +10,16 @@ _HELP = """\
 phalanx bench: measurements that can be repeated anywhere.
 
 benchmarks:
-  phalanx bench launch [flags]      how fast jobs start and restart, and what they hold in memory,
-                                    beside torchrun, mp.spawn and, where installed, accelerate
+  phalanx bench launch [flags]        how fast jobs start and restart, and what they hold in memory,
+                                      beside torchrun, mp.spawn and, where installed, accelerate
+  phalanx bench collectives [flags]   how fast the collectives of backend shm are, beside gloo
+                                      and, where installed, Open MPI
+  phalanx bench ddp-step [flags]      what communication adds to a training step with DDP,
+                                      through shm and through gloo
 
-`phalanx bench launch --help` lists the flags.
+`phalanx bench launch --help` lists the flags of the first, and so on.
 """
+_BENCHMARKS = {"launch": "launch", "collectives": "collectives", "ddp-step": "ddp_step"}
 
 
 def main(argv: list[str]) -> int:
@@ -20,8 +27,6 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("--help", "-h"):
         print(_HELP, end="")
         return 0
-    if argv[0] != "launch":
+    if argv[0] not in _BENCHMARKS:
         raise UsageError(f"there is no benchmark {argv[0]!r}; `phalanx bench --help` lists them.")
-    from phalanx.bench import launch
-
-    return launch.main(argv[1:])
+    return importlib.import_module(f"phalanx.bench.{_BENCHMARKS[argv[0]]}").main(argv[1:])

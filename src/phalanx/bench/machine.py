@@ -11,8 +11,11 @@ from pathlib import Path
 from phalanx.launch.devices import usable_cores
 
 
-def describe() -> dict[str, str]:
-    """What one must know to compare figures. Versions come from the packages' metadata: nothing is imported."""
+def describe(*packages: str) -> dict[str, str]:
+    """What one must know to compare figures, with the versions of torch, phalanx and ``packages``.
+
+    They come from the packages' metadata: nothing is imported.
+    """
     import psutil
 
     return {
@@ -25,7 +28,7 @@ def describe() -> dict[str, str]:
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "torch": version("torch"),
         "phalanx": version("phalanx"),
-        "accelerate": version("accelerate"),
+        **{package: version(package) for package in packages},
     }
 
 

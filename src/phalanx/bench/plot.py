@@ -47,8 +47,8 @@ def _draw_line(axes, name: str, points: Sequence[Line], number: int) -> None:
     points = sorted(points, key=lambda line: line.ranks)
     summaries = [line.value for line in points if line.value is not None]
     medians = [summary.median for summary in summaries]
-    below = [summary.median - summary.least for summary in summaries]
-    above = [summary.most - summary.median for summary in summaries]
+    below = [summary.median - summary.low for summary in summaries]
+    above = [summary.high - summary.median for summary in summaries]
     ours = name.startswith("phalanx")
     axes.errorbar(
         [line.ranks for line in points],

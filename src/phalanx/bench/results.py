@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from phalanx.bench.contenders import FORK, TORCHRUN
+from phalanx.bench.summary import Summary
 
 HELP = "phalanx --help"
 
@@ -24,23 +24,6 @@ class Sample:
     value: float | None
     """None when the contender cannot do this; the note says why."""
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Median and extremes."""
-
-    median: float
-    least: float
-    most: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Summary | None:
-        return Summary(statistics.median(values), min(values), max(values)) if values else None
-
-    def show(self, unit: float = 1.0, digits: int = 2) -> str:
-        low, high = (f"{value / unit:.{digits}f}" for value in (self.least, self.most))
-        return f"{self.median / unit:.{digits}f} ({low}–{high})"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Tables that read well on a terminal and are Markdown as well."""
+"""The tables of the start-up benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from phalanx.bench.report import grid
 from phalanx.bench.results import Line, Sample, goal, lines
 
 _MIB = 2.0**20
@@ -38,10 +39,6 @@ def tables(samples: Sequence[Sample]) -> str:
     ).rstrip("\n")
 
 
-def machine_list(machine: Mapping[str, str]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in machine.items())
-
-
 def _section(
     samples: Sequence[Sample], measure: str, title: str, unit_name: str, unit: float = 1.0, digits: int = 2
 ) -> list[str]:
@@ -64,17 +61,9 @@ def _section(
             ]
         )
     keep = [index for index in range(len(header)) if index == 1 or any(row[index] for row in rows)]
-    return [f"## {title}", "", *_grid([[row[index] for index in keep] for row in [header, *rows]]), ""]
+    return [f"## {title}", "", *grid([[row[index] for index in keep] for row in [header, *rows]]), ""]
 
 
 def _value(line: Line, unit: float, digits: int) -> str:
     words = [line.value.show(unit, digits)] if line.value else []
     return "; ".join([*words, *line.notes])
-
-
-def _grid(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    return [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]

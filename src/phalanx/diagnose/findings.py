@@ -13,10 +13,14 @@ _CONSEQUENCES = re.compile(
     r"connection (was )?(likely )?closed|closed by peer|connection reset|connection refused|broken pipe"
     r"|socket (timeout|closed|is closed)|failed to recv|remote process exited|remote server shutdown"
     r"|timed out waiting|timed out after|wait timeout|watchdog caught collective operation timeout"
-    r"|application timeout caused pair closure",
+    r"|application timeout caused pair closure"
+    r"|has ended without taking part in collective|has left the group and never comes|aborted the group",
     re.IGNORECASE,
 )
-_CONSEQUENCE_TYPES = ("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed")
+_CONSEQUENCE_TYPES = (
+    *("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed"),
+    *("PeerLost", "CollectiveTimeout", "CollectiveAborted"),
+)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def _telling_frames(ending: Ending) -> list[Frame]:
     frames = list(ending.error.frames) if ending.error else list(reversed(ending.crash))
     users = [frame for frame in frames if not _is_library(frame.file)]
     telling = users[-3:]
-    if frames and frames[-1] not in telling:
+    if frames and frames[-1] not in telling and not (users and frames[-1].file.startswith(_PACKAGE)):
         telling.append(frames[-1])
     return telling
 

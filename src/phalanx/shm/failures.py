@@ -30,6 +30,10 @@ class CollectiveAborted(errors.CollectiveAborted, dist.DistBackendError):
     __doc__ = errors.CollectiveAborted.__doc__
 
 
+for _kind in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted):
+    _kind.__module__ = errors.__name__  # where users know them from
+
+
 @dataclass
 class Names:
     """What the numbers of a group are called."""

@@ -96,7 +96,6 @@ _PROTOTYPES = {
     "phx_is_interrupted": (c_int, [c_void_p]),
     "phx_abort": (None, [c_void_p]),
     "phx_get_failure": (None, [c_void_p, POINTER(Failure)]),
-    "phx_number": (c_uint64, [c_void_p]),
     "phx_version": (c_int, []),
     "phx_instructions": (c_char_p, []),
     "phx_use_instructions": (c_int, [c_char_p]),

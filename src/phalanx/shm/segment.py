@@ -68,8 +68,8 @@ class Segment:
             pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
             self.handle = self._lib.phx_open(self._base, rank, size, (ctypes.c_int * size)(*pidfds))
             assert self.handle, "a segment that was just formatted can be opened"
-            self.close = weakref.finalize(self, _close, self._lib, self.handle, pidfds, os.getpid())
-            self.close.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
+            self._leave = weakref.finalize(self, _leave, self._lib, self.handle, pidfds, os.getpid())
+            self._leave.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
             # Until all have mapped the file, the first rank must keep it open.
             self.run(native.Call(op=native.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=_PATIENCE))
 
@@ -100,13 +100,13 @@ class Segment:
         """Ends every wait in the group, on every rank; the group is of no use afterwards."""
         self._lib.phx_abort(self.handle)
 
-    @property
-    def number(self) -> int:
-        """How many collectives this rank has entered."""
-        return self._lib.phx_number(self.handle)
+    def close(self) -> None:
+        """Leaves the group. Nothing may run in it any more."""
+        self._leave()
+        self._memory.close()
 
 
-def _close(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None:
+def _leave(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child has a copy of all this, but no seat of its own
     lib.phx_close(handle)

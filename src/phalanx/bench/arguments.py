@@ -1,0 +1,39 @@
+"""What the flags of the benchmarks have in common."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from phalanx.launch.flags import Parser
+
+
+def new_parser(name: str, description: str | None, repeats: int, timeout: float) -> Parser:
+    """With the flags that every benchmark has, and these defaults."""
+    parser = Parser(prog=f"phalanx bench {name}", description=description, allow_abbrev=False)
+    parser.add_argument("--repeats", metavar="N", type=positive, default=repeats, help="default %(default)s")
+    parser.add_argument(
+        "--timeout", metavar="S", type=seconds, default=timeout, help=f"for one command, default {timeout:g}"
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("results"), help="default %(default)s")
+    return parser
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
+def positive(text: str) -> int:
+    if not text.strip().isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+    return value
