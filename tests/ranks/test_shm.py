@@ -259,6 +259,38 @@ def test_layouts(run_ranks: RunRanks) -> None:
         assert faults == []
 
 
+def test_blocks_that_do_not_lie_in_one_piece(run_ranks: RunRanks) -> None:
+    """Each gets a stand-in, which has to live as long as the collective."""
+
+    def check(world: World) -> list[str]:
+        faults: list[str] = []
+        n, rank = world.size, world.rank
+
+        def block(p: int, q: int) -> Tensor:
+            return torch.arange(40_000.0).reshape(200, 200).t()[:, ::2] + 10 * p + q
+
+        def fresh() -> Tensor:
+            return torch.zeros(100, 200).t()
+
+        mine = [block(rank, q) for q in range(n)]
+        got = fresh()
+        dist.scatter(got, mine if rank == 1 else None, 1)
+        equal("scatter", got, block(1, rank), faults)
+        dist.reduce_scatter(got, mine)
+        equal("reduce_scatter", got, sum((block(p, rank) for p in range(n)), torch.zeros(200, 100)), faults)
+        outputs = [fresh() for _ in range(n)]
+        dist.all_to_all(outputs, mine)
+        for p in range(n):
+            equal("all_to_all", outputs[p], block(p, rank), faults)
+        dist.gather(mine[0], outputs if rank == 0 else None, 0)
+        for p in range(n) if rank == 0 else ():
+            equal("gather", outputs[p], block(p, 0), faults)
+        return faults
+
+    for faults in run_ranks(check, 3, backend="shm"):
+        assert faults == []
+
+
 def test_premultiplied_sum(run_ranks: RunRanks) -> None:
     def check(world: World) -> Tensor:
         tensor = torch.full((3,), float(world.rank + 1))

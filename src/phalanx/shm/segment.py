@@ -23,7 +23,7 @@ _LARGEST_SLOT = 1 << 20
 _SMALLEST_SLOT = 1 << 17
 _ALL_SLOTS = 16 << 20
 """What the slots of all ranks should hold together: about what a shared cache does."""
-_PATIENCE = 200
+PATIENCE = 200
 """Microseconds for which a wait yields the core before it sleeps."""
 
 
@@ -71,7 +71,7 @@ class Segment:
             self._leave = weakref.finalize(self, _leave, self._lib, self.handle, pidfds, os.getpid())
             self._leave.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
             # Until all have mapped the file, the first rank must keep it open.
-            self.run(native.Call(op=native.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=_PATIENCE))
+            self.run(native.Call(op=native.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=PATIENCE))
 
     def _map(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, self._bytes)

@@ -79,17 +79,23 @@ def is_in_one_piece(tensor: Tensor) -> bool:
 
 
 class Staging:
-    """Stand-ins, each in one piece, for the tensors of a collective that are not; written back at its end."""
+    """Stand-ins, each in one piece, for the tensors of a collective that are not; written back at its end.
 
-    __slots__ = ("_written",)
+    It holds them as long as it lives: the library is given addresses alone.
+    """
+
+    __slots__ = ("_read", "_written")
 
     def __init__(self) -> None:
+        self._read: list[Tensor] = []
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
         if is_in_one_piece(tensor):
             return tensor
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+        stand_in = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        self._read.append(stand_in)
+        return stand_in
 
     def write(self, tensor: Tensor) -> Tensor:
         """For a tensor that is only written."""

@@ -1,0 +1,190 @@
+"""The collectives of a group as plain functions of tensors: each blocks until it is done, and runs in shared memory.
+
+This is what a group of one node is made of, and the seam for groups of several: reduce_scatter here, gloo between the
+nodes, all_gather here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.shm import native
+from phalanx.shm.segment import PATIENCE, Segment
+from phalanx.shm.tensors import Staging, code_of, numbers_of, reduce_of, same
+
+_Where = dict[str, Any]
+
+
+class Collectives:
+    """One at a time: whoever calls sees to that."""
+
+    def __init__(self, segment: Segment, rank: int, size: int, timeout: float) -> None:
+        self._segment = segment
+        self._rank, self._size = rank, size
+        self._prepared: dict[tuple[torch.dtype, Any], native.Call] = {}
+        self.set_timeout(timeout)
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout_ns = int(seconds * 1e9)
+        self._prepared.clear()
+
+    # ---- one block
+
+    def prepared(self, tensor: Tensor, op: Any) -> native.Call | None:
+        """The call that all_reduce made the last time for such a tensor; `repeat` spares the making."""
+        return self._prepared.get((tensor.dtype, op.op))
+
+    def repeat(self, call: native.Call, tensor: Tensor) -> None:
+        call.count = tensor.numel()
+        call.input = call.output = tensor.data_ptr()
+        self._segment.run(call)
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        staging = Staging()
+        block = staging.update(tensor)
+        call = self._reduction(native.ALL_REDUCE, block, op, {"input": block.data_ptr(), "output": block.data_ptr()})
+        self._run(call)
+        staging.finish()
+        if not call.factor and not tensor.is_complex():
+            self._prepared[tensor.dtype, op.op] = call
+
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
+        staging = Staging()
+        block = staging.update(tensor)
+        where = {"input": block.data_ptr(), "output": block.data_ptr()}
+        self._run(self._reduction(native.REDUCE, block, op, where, root))
+        if self._rank == root:
+            staging.finish()
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        staging = Staging()
+        block = staging.update(tensor)
+        self._move(native.BROADCAST, block, {"input": block.data_ptr(), "output": block.data_ptr()}, root)
+        staging.finish()
+
+    def barrier(self) -> None:
+        self._run(native.Call(op=native.BARRIER, root=-1))
+
+    # ---- a block for each rank: in tensors of their own, or one after the other in one
+
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor) -> None:
+        self._check(outputs, tensor, "all_gather")
+        staging = Staging()
+        block = staging.read(tensor)
+        where: _Where = {"input": block.data_ptr()}
+        if isinstance(outputs, Tensor):
+            where["output"] = staging.write(outputs).data_ptr()
+        else:
+            where["outputs"] = _pointers([staging.write(output) for output in outputs])
+        self._move(native.ALL_GATHER, block, where)
+        staging.finish()
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        staging = Staging()
+        block = staging.read(tensor)
+        where: _Where = {"input": block.data_ptr()}
+        if self._rank == root:
+            self._check(outputs, tensor, "gather")
+            where["outputs"] = _pointers([staging.write(output) for output in outputs])
+        self._move(native.GATHER, block, where, root)
+        staging.finish()
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+        staging = Staging()
+        block = staging.write(output)
+        where: _Where = {"output": block.data_ptr()}
+        if self._rank == root:
+            self._check(inputs, output, "scatter")
+            where["inputs"] = _pointers([staging.read(tensor) for tensor in inputs])
+        self._move(native.SCATTER, block, where, root)
+        staging.finish()
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor] | Tensor, op: Any) -> None:
+        self._check(inputs, output, "reduce_scatter")
+        staging = Staging()
+        block = staging.write(output)
+        where: _Where = {"output": block.data_ptr()}
+        if isinstance(inputs, Tensor):
+            where["input"] = staging.read(inputs).data_ptr()
+        else:
+            where["inputs"] = _pointers([staging.read(tensor) for tensor in inputs])
+        self._run(self._reduction(native.REDUCE_SCATTER, block, op, where))
+        staging.finish()
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        if len(inputs) != self._size or len(outputs) != self._size:
+            raise UsageError(f"all_to_all got {len(inputs)} inputs and {len(outputs)} outputs for {self._size} ranks.")
+        staging = Staging()
+        sources = [staging.read(tensor) for tensor in inputs]
+        targets = [staging.write(tensor) for tensor in outputs]
+        code, width = code_of(sources[0])
+        counts = ctypes.c_uint64 * self._size
+        call = native.Call(
+            op=native.ALL_TO_ALL,
+            dtype=code,
+            width=width,
+            root=-1,
+            inputs=_pointers(sources),
+            outputs=_pointers(targets),
+            sends=counts(*[tensor.numel() for tensor in sources]),
+            receives=counts(*[tensor.numel() for tensor in targets]),
+        )
+        self._run(call)
+        staging.finish()
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None:
+        staging = Staging()
+        source, target = staging.read(tensor), staging.write(output)
+        self.all_to_all(_split(target, output_splits, self._size), _split(source, input_splits, self._size))
+        staging.finish()
+
+    # ---- what they have in common
+
+    def _reduction(self, op: int, block: Tensor, reduce_op: Any, where: _Where, root: int = -1) -> native.Call:
+        reduce, factor = reduce_of(reduce_op)
+        code, width, count = numbers_of(block, reduce, native.OPS[op])
+        return native.Call(
+            op=op, reduce=reduce, factor=factor, dtype=code, width=width, count=count, root=root, **where
+        )
+
+    def _move(self, op: int, block: Tensor, where: _Where, root: int = -1) -> None:
+        code, width = code_of(block)
+        self._run(native.Call(op=op, dtype=code, width=width, count=block.numel(), root=root, **where))
+
+    def _run(self, call: native.Call) -> None:
+        call.timeout_ns = self._timeout_ns
+        call.patience = PATIENCE
+        self._segment.run(call)
+
+    def _check(self, blocks: Sequence[Tensor] | Tensor, like: Tensor, name: str) -> None:
+        if isinstance(blocks, Tensor):
+            if blocks.numel() != like.numel() * self._size or blocks.dtype != like.dtype:
+                raise UsageError(
+                    f"{name} got {blocks.dtype} of {blocks.numel()} elements beside {like.dtype} of {like.numel()}; "
+                    f"the first needs {self._size} times the second, and the same type."
+                )
+            return
+        if len(blocks) != self._size:
+            raise UsageError(f"{name} got {len(blocks)} tensors for {self._size} ranks; give one for each.")
+        same(blocks, like, name)
+
+
+def _pointers(tensors: Sequence[Tensor]) -> Any:
+    return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    """The blocks of a tensor in one piece; without sizes, equal ones."""
+    if sizes:
+        return tensor.split(list(sizes))
+    if tensor.dim() and tensor.size(0) % ranks:
+        raise UsageError(f"all_to_all_single got {tensor.size(0)} rows for {ranks} ranks; give split sizes.")
+    return tensor.view(-1).chunk(ranks) if tensor.numel() else [tensor] * ranks

@@ -1,0 +1,77 @@
+"""What torch does with any process group and has to do a little differently with ours."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.shm.backend import ShmGroup
+from phalanx.shm.lane import original
+
+
+def apply() -> None:
+    """Once, when the backend is registered."""
+    _keep_compilers_out()
+    torch.autograd.backward = _telling_the_original(torch.autograd.backward)
+    dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = _monitored_barrier(dist.monitored_barrier)
+
+
+def _keep_compilers_out() -> None:
+    """torch.compile traces whatever Python runs below a compiled model, and DDP's broadcast of buffers comes to us.
+
+    torch.compiler.disable would say the same and import all of the compiler for it.
+    """
+    from torch._C._dynamo import eval_frame
+
+    skip: Any = getattr(eval_frame, "skip_code", None)  # torch before 2.7
+    if skip is None:
+        plain: Any = eval_frame
+        action = plain._FrameAction.SKIP
+        strategy = plain._FrameExecStrategy(action, action)  # of the function, and of all that it calls
+        skip = functools.partial(_set_strategy, plain, strategy)
+    for member in vars(ShmGroup).values():
+        if isinstance(member, FunctionType):
+            skip(member.__code__)
+
+
+def _set_strategy(eval_frame: Any, strategy: Any, code: CodeType) -> None:
+    eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def _telling_the_original(plain: Callable[..., None]) -> Callable[..., None]:
+    """DDP's C++ turns whatever a collective raises into a RuntimeError; a lost peer should be a PeerLost here too."""
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            plain(*args, **kwargs)
+        except RuntimeError as error:
+            ours = original(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+    return backward
+
+
+def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
+    """torch's own asks for the name "gloo"; there is a gloo inside of ours that can do it."""
+
+    @functools.wraps(plain)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found: Any = group or dist.group.WORLD
+        if not isinstance(found, ShmGroup):
+            return plain(group, timeout, wait_all_ranks)
+        return found.monitored_barrier(  # pyright: ignore[reportAttributeAccessIssue]  # the stubs lack it
+            timeout or found.timeout, wait_all_ranks=wait_all_ranks
+        )
+
+    return monitored_barrier
