@@ -22,12 +22,12 @@ from phalanx.bench.rows import rows
 from phalanx.bench.steps import take
 
 _SIZES = "4,256,1K,4K,16K,64K,256K,1M,4M,16M,25M,64M,256M"
-_SINGLE_FROM = 16 * KB
-_CALLS = 50
+_SINGLE_FROM = MB
+_CALLS = 20
 
 _METHOD = f"""\
 {{repeats}} repeats, the contenders taking turns within each. A turn is a barrier and one call; below
-{_SINGLE_FROM // KB} KB, {_CALLS} calls back to back, whose time is divided by their number. It lasts from the first
+{_SINGLE_FROM // MB} MB, {_CALLS} calls back to back, whose time is divided by their number. It lasts from the first
 rank's start to the last one's end. Times are medians over all turns, with the quartiles; ratios are those of the
 medians of each repeat, with the extremes. Each rank has one thread. KB and MB are 2^10 and 2^20 bytes; the size of
 all_gather is that of its output, of reduce_scatter that of its input."""
