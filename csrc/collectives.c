@@ -8,6 +8,9 @@
  * reading that is saved by sharing the work. */
 enum { DIRECT_BYTES = 16 * 1024 };
 
+/* What a collective moves to one rank is written past the caches from this size on: it would not stay there. */
+enum { STREAM_BYTES = 8 << 20 };
+
 typedef void stage(phx_group *g, uint64_t k);
 
 struct shape {
@@ -67,6 +70,16 @@ static char *slot_now(const phx_group *g, int rank, uint64_t k) { return slot_of
 
 /* The others in an order that starts behind the own rank, so that not all read from the same one at once. */
 static int nth_other(const phx_group *g, int i) { return (g->rank + i) % g->ranks; }
+
+static void deliver(const phx_group *g, char *to, const char *from, uint64_t bytes)
+{
+    if (to == from)
+        return; /* in place */
+    if (g->now.streams)
+        stream_bytes(to, from, bytes);
+    else
+        copy_bytes(to, from, bytes);
+}
 
 static bool is_root(const phx_group *g) { return g->rank == g->now.call.root; }
 
@@ -131,20 +144,17 @@ static void take_from_root(phx_group *g, uint64_t k)
     const phx_call *call = &g->now.call;
     span s = part(g, block_bytes(call), k);
     if (!is_root(g))
-        copy_bytes((char *)call->out + s.start, slot_now(g, call->root, k), s.bytes);
+        deliver(g, (char *)call->out + s.start, slot_now(g, call->root, k), s.bytes);
 }
 
 static void take_from_all(phx_group *g, uint64_t k)
 {
     const phx_call *call = &g->now.call;
     span s = part(g, block_bytes(call), k);
-    char *own = out_block(call, g->rank) + s.start;
-    const char *mine = (const char *)call->in + s.start;
-    if (own != mine)
-        copy_bytes(own, mine, s.bytes);
+    deliver(g, out_block(call, g->rank) + s.start, (const char *)call->in + s.start, s.bytes);
     for (int i = 1; i < g->ranks; i++) {
         int p = nth_other(g, i);
-        copy_bytes(out_block(call, p) + s.start, slot_now(g, p, k), s.bytes);
+        deliver(g, out_block(call, p) + s.start, slot_now(g, p, k), s.bytes);
     }
 }
 
@@ -180,8 +190,7 @@ static void take_piece_of_root(phx_group *g, uint64_t k)
     const phx_call *call = &g->now.call;
     span s = part(g, block_bytes(call), k);
     const char *from = is_root(g) ? in_block(call, g->rank) + s.start : piece_for_me(g, call->root, k);
-    if (from != (char *)call->out + s.start)
-        copy_bytes((char *)call->out + s.start, from, s.bytes);
+    deliver(g, (char *)call->out + s.start, from, s.bytes);
 }
 
 static void take_pieces(phx_group *g, uint64_t k)
@@ -191,8 +200,7 @@ static void take_pieces(phx_group *g, uint64_t k)
         int p = nth_other(g, i);
         span s = part(g, received_bytes(call, p), k);
         const char *from = p == g->rank ? in_block(call, p) + s.start : piece_for_me(g, p, k);
-        if (from != out_block(call, p) + s.start)
-            copy_bytes(out_block(call, p) + s.start, from, s.bytes);
+        deliver(g, out_block(call, p) + s.start, from, s.bytes);
     }
 }
 
@@ -222,6 +230,11 @@ void begin(phx_group *g, const phx_call *call)
     c->shape = small ? &SMALL_ALL_REDUCE : &SHAPES[call->op];
     uint64_t lines = g->slot_bytes / PHX_LINE;
     c->piece = c->shape->shared_out ? lines / (uint64_t)g->ranks * PHX_LINE : g->slot_bytes;
+    bool to_each = call->op == PHX_ALL_GATHER || call->op == PHX_GATHER || call->op == PHX_ALL_TO_ALL;
+    uint64_t delivered = 0;
+    for (int p = 0; p < (to_each ? g->ranks : 1); p++)
+        delivered += received_bytes(call, p);
+    c->streams = delivered >= STREAM_BYTES;
     c->rounds = call->op == PHX_BARRIER ? 0 : (block_bytes(call) + c->piece - 1) / c->piece;
     c->step = 0;
     c->deadline = now_ns() + call->timeout_ns;

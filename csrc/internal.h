@@ -15,6 +15,7 @@ typedef struct {
     phx_call call;
     const struct shape *shape;
     uint64_t piece;  /* bytes of a block that go into one round */
+    bool streams;    /* the result is too large for the caches */
     uint64_t rounds; /* known after the entries have been read, for all_to_all */
     uint64_t step;
     uint64_t deadline; /* CLOCK_MONOTONIC in nanoseconds */
@@ -90,6 +91,9 @@ void reduce_blocks(const phx_call *call, void *first, void *second, const void *
                    uint64_t bytes);
 
 void copy_bytes(void *to, const void *from, uint64_t bytes);
+
+/* The same for a target that will not be read soon. */
+void stream_bytes(void *to, const void *from, uint64_t bytes);
 
 /* ---- collectives.c */
 

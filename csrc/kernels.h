@@ -24,6 +24,29 @@ TARGET static void LEVEL(copy)(void *to, const void *from, uint64_t bytes)
     memcpy(t, f, bytes);
 }
 
+/* The same for targets too large to stay in a cache: it writes past the caches, so that a line need not be read before it
+ * is written, and what the slots hold is not pushed out. */
+TARGET static void LEVEL(stream)(void *to, const void *from, uint64_t bytes)
+{
+#ifdef STREAM
+    char *t = to;
+    const char *f = from;
+    uint64_t head = smaller(bytes, -(uintptr_t)t % sizeof(VECTOR)); /* such stores need aligned addresses */
+    LEVEL(copy)(t, f, head);
+    uint64_t step = 4 * sizeof(VECTOR), whole = (bytes - head) / step * step;
+    for (uint64_t i = head; i < head + whole; i += step) {
+        const VECTOR *v = (const VECTOR *)(f + i);
+        VECTOR a = v[0], b = v[1], c = v[2], d = v[3];
+        STREAM(t + i, a), STREAM(t + i + sizeof(VECTOR), b);
+        STREAM(t + i + 2 * sizeof(VECTOR), c), STREAM(t + i + 3 * sizeof(VECTOR), d);
+    }
+    LEVEL(copy)(t + head + whole, f + head + whole, bytes - head - whole);
+    _mm_sfence(); /* such stores are ordered by nothing else; another thread will read them */
+#else
+    LEVEL(copy)(to, from, bytes);
+#endif
+}
+
 /* ---- from what is stored to what is computed with, and back */
 
 TARGET static const float *LEVEL(load_f16)(const void *source, float *to, size_t n)
@@ -177,6 +200,7 @@ INTEGER_KERNELS(64)
 static const instruction_set LEVEL(set) = {
     .name = LEVEL_NAME,
     .copy = LEVEL(copy),
+    .stream = LEVEL(stream),
     .kernels =
         {
             [PHX_F32] = FLOAT_ROW(f32),
@@ -211,4 +235,5 @@ static const instruction_set LEVEL(set) = {
 #undef LEVEL_NAME
 #undef TARGET
 #undef VECTOR
+#undef STREAM
 #undef HAS_F16C

@@ -14,6 +14,7 @@ typedef void kernel(void *first, void *second, const void *const *sources, int r
 typedef struct {
     const char *name;
     void (*copy)(void *to, const void *from, uint64_t bytes);
+    void (*stream)(void *to, const void *from, uint64_t bytes);
     kernel *kernels[PHX_DTYPES][PHX_REDUCES];
 } instruction_set;
 
@@ -94,6 +95,9 @@ typedef long long vector64 __attribute__((vector_size(64), aligned(1), may_alias
 #endif
 #define TARGET
 #define VECTOR vector16
+#if defined(__x86_64__)
+#define STREAM(to, vector) _mm_stream_si128((__m128i *)(to), (__m128i)(vector))
+#endif
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -102,6 +106,7 @@ typedef long long vector64 __attribute__((vector_size(64), aligned(1), may_alias
 #define LEVEL_NAME "avx2"
 #define TARGET __attribute__((target("avx2,f16c")))
 #define VECTOR vector32
+#define STREAM(to, vector) _mm256_stream_si256((__m256i *)(to), (__m256i)(vector))
 #define HAS_F16C
 #include "kernels.h"
 
@@ -109,6 +114,7 @@ typedef long long vector64 __attribute__((vector_size(64), aligned(1), may_alias
 #define LEVEL_NAME "avx512"
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")))
 #define VECTOR vector64
+#define STREAM(to, vector) _mm512_stream_si512((__m512i *)(to), (__m512i)(vector))
 #define HAS_F16C
 #include "kernels.h"
 
@@ -158,6 +164,8 @@ int phx_can_reduce(uint32_t dtype, uint32_t reduce)
 }
 
 void copy_bytes(void *to, const void *from, uint64_t bytes) { chosen->copy(to, from, bytes); }
+
+void stream_bytes(void *to, const void *from, uint64_t bytes) { chosen->stream(to, from, bytes); }
 
 void reduce_blocks(const phx_call *call, void *first, void *second, const void *const *sources, int ranks,
                    uint64_t bytes)

@@ -180,7 +180,7 @@ def check_all_to_all(world: World, dtype: torch.dtype, size: int) -> list[str]:
 def test_moves(ranks: int, run_ranks: RunRanks) -> None:
     def check(world: World) -> list[str]:
         faults = [f for dtype in (*FLOATS, *INTEGERS, *OTHERS) for f in check_moves(world, dtype, 1001)]
-        for size in (0, 1, 400_003):
+        for size in (0, 1, 2_200_003):  # the last is too large for caches
             faults += check_moves(world, torch.float32, size)
         return faults + check_moves(world, torch.float8_e4m3fn, 0)
 

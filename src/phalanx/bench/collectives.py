@@ -23,12 +23,13 @@ from phalanx.bench.steps import take
 
 _SIZES = "4,256,1K,4K,16K,64K,256K,1M,4M,16M,25M,64M,256M"
 _SINGLE_FROM = MB
-_CALLS = 20
+_CALLS = 100
+_TOGETHER = 4 * MB
 
 _METHOD = f"""\
 {{repeats}} repeats, the contenders taking turns within each. A turn is a barrier and one call; below
-{_SINGLE_FROM // MB} MB, {_CALLS} calls back to back, whose time is divided by their number. It lasts from the first
-rank's start to the last one's end. Times are medians over all turns, with the quartiles; ratios are those of the
+{_SINGLE_FROM // MB} MB, up to {_CALLS} calls back to back, of {_TOGETHER // MB} MB together, whose time is divided by their number. It lasts
+from the first rank's start to the last one's end. Times are medians over all turns, with the quartiles; ratios are those of the
 medians of each repeat, with the extremes. Each rank has one thread. KB and MB are 2^10 and 2^20 bytes; the size of
 all_gather is that of its output, of reduce_scatter that of its input."""
 
@@ -116,6 +117,7 @@ def plan(settings: Settings, with_mpi: bool) -> Iterator[Job]:
         "sizes": settings.sizes,
         "calls": _CALLS,
         "single_from": _SINGLE_FROM,
+        "together": _TOGETHER,
         "limit": settings.sizes[-1],
         "others": OTHERS,
         "other_size": settings.other_size,

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy
 
 from phalanx.bench import numbers
-from phalanx.bench.turns import Contender, Turns
+from phalanx.bench.turns import Contender, Turns, calls_of
 
 MPI = importlib.import_module("mpi4py.MPI")  # by name, for a type checker need not find what is an optional extra
 
@@ -26,7 +26,7 @@ def main(directory: Path) -> None:
     comm = MPI.COMM_WORLD
     turns = Turns(comm.Barrier, comm.bcast, order["seconds"])
     for size in order["sizes"]:
-        calls = order["calls"] if size < order["single_from"] else 1
+        calls = calls_of(size, order)
         turns.measure("all_reduce", size, [_all_reduce(comm, calls, size)])
     turns.write(directory, comm.rank)
 

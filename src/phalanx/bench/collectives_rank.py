@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from phalanx.bench import numbers
 from phalanx.bench.torch_groups import Groups, agree, both_groups
-from phalanx.bench.turns import Contender, Turns
+from phalanx.bench.turns import Contender, Turns, calls_of
 
 
 def main(directory: Path) -> None:
@@ -26,7 +26,7 @@ def main(directory: Path) -> None:
     groups = both_groups()
     turns = Turns(dist.barrier, agree, order["seconds"])
     for size in order["sizes"]:
-        calls = order["calls"] if size < order["single_from"] else 1
+        calls = calls_of(size, order)
         turns.measure("all_reduce", size, list(_all_reduce(groups, calls, size, size == order["limit"])))
     for name in order["others"]:
         turns.measure(name, order["other_size"], list(_OTHERS[name](groups, order["other_size"])))

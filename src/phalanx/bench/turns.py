@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,13 @@ class Contender:
     prepare: Callable[[], object] = _nothing
     check: Callable[[], object] = _nothing
     """Raises when the turn had a wrong result."""
+
+
+def calls_of(size: int, order: Mapping[str, Any]) -> int:
+    """How many calls of this size make up a turn: so many that they are warm, of so many bytes that caches hold them."""
+    if size >= order["single_from"]:
+        return 1
+    return max(1, min(order["calls"], order["together"] // size))
 
 
 class Turns:
