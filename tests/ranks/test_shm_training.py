@@ -107,12 +107,13 @@ def test_powersgd_with_several_buckets(run_ranks: RunRanks) -> None:
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_uneven_inputs_with_join(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("by_all", [True, False])
+def test_uneven_inputs_with_join(by_all: bool, run_ranks: RunRanks) -> None:
     def check(world: World) -> list[float]:
         model = DistributedDataParallel(nn.Linear(4, 1, bias=False))
         nn.init.ones_(model.module.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with model.join():
+        with model.join(divide_by_initial_world_size=by_all):
             for _ in range(2 + 3 * world.rank):
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
@@ -124,8 +125,9 @@ def test_uneven_inputs_with_join(run_ranks: RunRanks) -> None:
 
     results = run_ranks(check, 3, backend="shm")
     assert results[0] == results[1] == results[2]
-    # Every step of every rank counts, divided by the number of ranks that there were at first.
-    assert results[0][0] == pytest.approx(1 - 0.1 * 2 * (2 + 5 + 8) / 3, abs=1e-6)
+    # Every step of every rank counts, divided by the number of ranks at first, or of those that still train.
+    steps = (2 + 5 + 8) / 3 if by_all else 8
+    assert results[0][0] == pytest.approx(1 - 0.1 * 2 * steps, abs=1e-6)
 
 
 def test_compiled_ddp(run_ranks: RunRanks) -> None:

@@ -28,10 +28,10 @@ _TOGETHER = 4 * MB
 
 _METHOD = f"""\
 {{repeats}} repeats, the contenders taking turns within each. A turn is a barrier and one call; below
-{_SINGLE_FROM // MB} MB, up to {_CALLS} calls back to back, of {_TOGETHER // MB} MB together, whose time is divided by their number. It lasts
-from the first rank's start to the last one's end. Times are medians over all turns, with the quartiles; ratios are those of the
-medians of each repeat, with the extremes. Each rank has one thread. KB and MB are 2^10 and 2^20 bytes; the size of
-all_gather is that of its output, of reduce_scatter that of its input."""
+{_SINGLE_FROM // MB} MB, up to {_CALLS} calls back to back, of {_TOGETHER // MB} MB together, whose time is divided
+by their number. It lasts from the first rank's start to the last one's end. Times are medians over all turns, with
+the quartiles; ratios are those of the medians of each repeat, with the extremes. Each rank has one thread. KB and MB
+are 2^10 and 2^20 bytes; the size of all_gather is that of its output, of reduce_scatter that of its input."""
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ class Job:
     def run(self, place: Path) -> list[Series]:
         (place / "order.json").write_text(json.dumps(self.order))
         with self.launcher(self.ranks) as argv:
-            # Threads of a rank's own would take the cores from the other ranks; and numpy asks the kernel for large pages,
-            # which torch does not.
+            # Threads of a rank's own would take the cores from the other ranks. numpy asks the kernel for large pages,
+            # which torch does not do.
             line = ["env", "OMP_NUM_THREADS=1", "NUMPY_MADVISE_HUGEPAGE=0", *argv, str(place / self.script), str(place)]
             with running(line, place, self.timeout) as command:
                 command.finish()

@@ -38,7 +38,7 @@ class Contender:
 
 
 def calls_of(size: int, order: Mapping[str, Any]) -> int:
-    """How many calls of this size make up a turn: so many that they are warm, of so many bytes that caches hold them."""
+    """How many calls of this size make up a turn: enough to be warm, and no more than caches hold."""
     if size >= order["single_from"]:
         return 1
     return max(1, min(order["calls"], order["together"] // size))
@@ -83,6 +83,7 @@ class Turns:
         for call in calls:
             call()
         ended = time.monotonic()
+        self._barrier()  # who checks already would take a core from who is not done
         contender.check()
         return started, ended
 

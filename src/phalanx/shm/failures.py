@@ -74,7 +74,7 @@ def to_exception(failure: Failure, names: Names) -> Exception:
         return PeerLost(f"{names(failure.culprit)} has left the group and never comes to {where}.")
     if failure.kind == native.TIMEOUT:
         missing = names.those(failure.missing_ranks())
-        return CollectiveTimeout(f"{finder} waited {names.timeout:g} s for {missing}; {where}.")
+        return CollectiveTimeout(f"the timeout of {names.timeout:g} s is over: {finder} waited for {missing}; {where}.")
     return CollectiveAborted(f"{finder} aborted the group; {where}.")
 
 

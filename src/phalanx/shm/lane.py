@@ -23,6 +23,11 @@ from phalanx.errors import UsageError
 
 _NO_LIMIT = timedelta(0)
 
+# DDP's join hands a work to C++, which keeps its C++ half only; without its Python half it can neither be waited for
+# nor give its future. So the latest ones are kept, if what they hold is small: join's has one element.
+_KEPT = 256
+_SMALL = 64
+
 
 class _Raised:
     """An exception as the value of a future; see `Work.get_future`."""
@@ -55,6 +60,7 @@ class Work(dist.Work):
         super().__init__()
         self._result = result
         self._error: BaseException | None = None
+        self._ender: int | None = None
         self._pending = threading.Lock()
         self._pending.acquire()  # until it has ended; waiting for a lock can be interrupted by a signal
         self._base: Future[Any] = Future()
@@ -63,16 +69,22 @@ class Work(dist.Work):
     def end(self, error: BaseException | None) -> None:
         """Called once, by the lane. Runs what hangs on the future."""
         self._error = error
-        self._pending.release()
+        self._ender = threading.get_ident()
         # The error goes in as a value: Future.set_exception is seen by Python alone, and DDP's C++ would go on as if
         # nothing had happened.
-        self._base.set_result(self._result if error is None else _Raised(error))
+        try:
+            self._base.set_result(self._result if error is None else _Raised(error))
+        finally:
+            self._pending.release()  # last: who has waited may rely on the future, as DDP's C++ does
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         limit = timeout.total_seconds()
-        if not self._pending.acquire(timeout=limit if limit > 0 else -1):
+        if self._ender == threading.get_ident():
+            pass  # one of its own callbacks
+        elif not self._pending.acquire(timeout=limit if limit > 0 else -1):
             raise TimeoutError(f"a collective has not ended within {limit:g} s.")
-        self._pending.release()
+        else:
+            self._pending.release()
         if self._error is not None:
             raise self._error
         return True
@@ -130,6 +142,7 @@ class Lane:
         self._queue: deque[tuple[Callable[[], None], Work]] = deque()
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._recent: deque[Work] = deque(maxlen=_KEPT)
         self.closed: str | None = None
 
     def now(self, run: Callable[..., None], *arguments: Any) -> None:
@@ -142,6 +155,8 @@ class Lane:
     def later(self, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Runs it in the lane's thread."""
         work = Work(result)
+        if sum(tensor.numel() for tensor in result) <= _SMALL:
+            self._recent.append(work)
         if self._calling_back == threading.get_ident():
             self._perform(run, work)
             return work
