@@ -371,12 +371,15 @@ static void round_of_processes(uint64_t *state, bool with_kill)
         killed = seconds_now();
     }
     for (int p = 0; p < ranks; p++) {
-        int status;
+        int status, expected = victim < 0 ? PHX_OK : 100 + victim;
+        if (p == victim)
+            continue; /* a zombie until the others have ended: who comes late can still watch it */
         waitpid(pids[p], &status, 0);
-        int expected = victim < 0 ? PHX_OK : 100 + victim;
-        if (p != victim && (!WIFEXITED(status) || WEXITSTATUS(status) != expected))
+        if (!WIFEXITED(status) || WEXITSTATUS(status) != expected)
             die(victim < 0 ? "a collective failed" : "the killed rank was not named", p, (uint64_t)status);
     }
+    if (victim >= 0)
+        waitpid(pids[victim], NULL, 0);
     /* Sanitizers and a loaded machine are slow; it is still far from any timeout. */
     if (victim >= 0 && ranks > 1 && seconds_now() - killed > 5)
         die("the death of a rank was noticed late", victim, 0);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -404,6 +405,34 @@ def test_subgroups(run_ranks: RunRanks) -> None:
         return results
 
     assert run_ranks(check, 4, backend="shm") == [[2.0, 2.0], [6.0, 2.0], [2.0, 6.0], [6.0]]
+
+
+def test_monitored_barrier_names_who_did_not_come(run_ranks: RunRanks) -> None:
+    def check(world: World) -> str:
+        dist.monitored_barrier()
+        if world.rank == 1:
+            return ""
+        try:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.5))
+        except dist.DistBackendError as error:
+            return str(error)
+        return "nothing"
+
+    first, _, other = run_ranks(check, 3, backend="shm")
+    assert first == "Rank 1 failed to pass monitoredBarrier in 500 ms."
+    assert other.startswith("Rank 2 successfully reached monitoredBarrier, but received errors while waiting")
+
+
+def test_groups_can_be_called_directly(run_ranks: RunRanks) -> None:
+    def check(world: World) -> list[float]:
+        group: Any = dist.group.WORLD
+        one, two = torch.ones(1), torch.full((1,), float(world.rank))
+        group.allreduce(one).wait()
+        group.allreduce([two], ReduceOp.MAX).wait()
+        group.barrier().wait()
+        return [one.item(), two.item()]
+
+    assert run_ranks(check, 3, backend="shm") == [[3.0, 2.0]] * 3
 
 
 def test_synchronous_calls_come_after_asynchronous_ones(run_ranks: RunRanks) -> None:

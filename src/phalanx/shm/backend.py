@@ -1,6 +1,6 @@
 """The process group `shm`: what torch.distributed calls, handed to `Collectives` in the right order.
 
-What is not here (send, recv, sparse tensors, monitored_barrier) falls through to a gloo group inside.
+What is not here (send, recv, sparse tensors) falls through to a gloo group inside.
 """
 
 # torch names the parameters of these methods in one way in its stubs and calls them by position.
@@ -9,6 +9,7 @@ What is not here (send, recv, sparse tensors, monitored_barrier) falls through t
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
+from phalanx.shm import monitored
 from phalanx.shm.collectives import Collectives
 from phalanx.shm.failures import Names
 from phalanx.shm.lane import Finished, Lane
@@ -36,10 +39,13 @@ class ShmGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
+        # torch may give two groups without a common rank the same name, and so the same store.
+        store = dist.PrefixStore(",".join(map(str, ranks)), store)
         self._names = Names(name, ranks, seconds)
         self._segment = Segment(dist.PrefixStore("shm", store), rank, size, seconds, self._names)
         self._collectives = Collectives(self._segment, rank, size, seconds)
         self._lane = Lane(name)
+        self._store, self._monitored = store, itertools.count()
         self._add_gloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         _living.add(self)
 
@@ -61,7 +67,9 @@ class ShmGroup(dist.ProcessGroup):
 
     # ---- one block
 
-    def allreduce(self, tensors: list[Tensor], opts: _Options) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: _Options = None) -> dist.Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        opts = _options(opts, c10d.AllreduceOptions)
         tensor = tensors[0]
         if tensor.layout is not torch.strided:
             return super().allreduce(tensors, opts)
@@ -80,73 +88,103 @@ class ShmGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: _Options) -> dist.Work:
+    def reduce(self, tensors: list[Tensor], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.ReduceOptions)
         (tensor,) = tensors
         return self._go(opts, tensors, lambda: self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank))
 
-    def broadcast(self, tensors: list[Tensor], opts: _Options) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.BroadcastOptions)
         (tensor,) = tensors
         return self._go(opts, tensors, lambda: self._collectives.broadcast(tensor, opts.rootRank))
 
     def barrier(self, opts: _Options = None) -> dist.Work:
-        return self._go(opts if opts is not None else dist.BarrierOptions(), [], self._collectives.barrier)
+        return self._go(_options(opts, c10d.BarrierOptions), [], self._collectives.barrier)
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        limit = self._names.timeout if limit is None else limit
+        store = dist.PrefixStore(f"monitored/{next(self._monitored)}", self._store)
+        monitored.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
 
     # ---- a block for each rank
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.AllgatherOptions)
+
         def run() -> None:
             for blocks, tensor in zip(outputs, inputs, strict=True):
                 self._collectives.all_gather(blocks, tensor)
 
         return self._go(opts, [tensor for blocks in outputs for tensor in blocks], run)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options) -> dist.Work:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None
+    ) -> dist.Work:
         """``outputs`` has a list for each rank here, not one for each input."""
+        opts = _options(opts, c10d.AllgatherOptions)
         return self.allgather([list(blocks) for blocks in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: _Options) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.AllgatherOptions)
         return self._go(opts, [output], lambda: self._collectives.all_gather(output, input))
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None
+    ) -> dist.Work:
+        opts = _options(opts, c10d.AllgatherOptions)
+
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._collectives.all_gather(output, tensor)
 
         return self._go(opts, outputs, run)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options) -> dist.Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.GatherOptions)
         (tensor,) = inputs
         blocks = outputs[0] if outputs else []
         return self._go(opts, blocks, lambda: self._collectives.gather(blocks, tensor, opts.rootRank))
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options) -> dist.Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.ScatterOptions)
         (output,) = outputs
         blocks = inputs[0] if inputs else []
         return self._go(opts, outputs, lambda: self._collectives.scatter(output, blocks, opts.rootRank))
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options) -> dist.Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.ReduceScatterOptions)
+
         def run() -> None:
             for output, blocks in zip(outputs, inputs, strict=True):
                 self._collectives.reduce_scatter(output, blocks, opts.reduceOp)
 
         return self._go(opts, outputs, run)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: _Options) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.ReduceScatterOptions)
         return self._go(opts, [output], lambda: self._collectives.reduce_scatter(output, input, opts.reduceOp))
 
-    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None
+    ) -> dist.Work:
+        opts = _options(opts, c10d.ReduceScatterOptions)
+
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._collectives.reduce_scatter(output, tensor, opts.reduceOp)
 
         return self._go(opts, outputs, run)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options) -> dist.Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
+        opts = _options(opts, c10d.AllToAllOptions)
         return self._go(opts, outputs, lambda: self._collectives.all_to_all(outputs, inputs))
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: _Options
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: _Options = None
     ) -> dist.Work:
+        opts = _options(opts, c10d.AllToAllOptions)
+
         def run() -> None:
             self._collectives.all_to_all_single(output, input, output_splits, input_splits)
 
@@ -192,6 +230,17 @@ class ShmGroup(dist.ProcessGroup):
 
 _living: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [group._forked() for group in _living])
+
+
+def _options(given: _Options, kind: type) -> _Options:
+    """torch's own groups may be called without options, and with an operator in their place."""
+    if given is None:
+        return kind()
+    if isinstance(given, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        options = kind()
+        options.reduceOp = given
+        return options
+    return given
 
 
 def _gloo_device() -> Any:

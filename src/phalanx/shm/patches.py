@@ -61,17 +61,15 @@ def _telling_the_original(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
-    """torch's own asks for the name "gloo"; there is a gloo inside of ours that can do it."""
+    """torch's own asks for the name "gloo"."""
 
     @functools.wraps(plain)
     def monitored_barrier(
-        group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+        group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         found: Any = group or dist.group.WORLD
         if not isinstance(found, ShmGroup):
             return plain(group, timeout, wait_all_ranks)
-        return found.monitored_barrier(  # pyright: ignore[reportAttributeAccessIssue]  # the stubs lack it
-            timeout or found.timeout, wait_all_ranks=wait_all_ranks
-        )
+        return found.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier
