@@ -15,8 +15,9 @@ from tests.conftest import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "CONTRIBUTING.md"]
 FAILS_ON_PURPOSE = {"phalanx run --nproc-per-node 4 examples/broken.py": 1}
-# `make test` is what runs this; `make demo` is taken apart below; the other two are parts of these.
-MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench"}
+# `make test` is what runs this; `make demo` is taken apart below; the others are parts of these, or have a short form
+# among the tests (tests/native, tests/suite).
+MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench", "make stress", "make suite"}
 
 
 def shown() -> list[str]:
