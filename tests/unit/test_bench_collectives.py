@@ -125,7 +125,7 @@ def test_contenders_take_turns() -> None:
 
     turns = Turns(lambda: seen.append("barrier"), lambda _: 2, 1.0)
     turns.measure("work", 0, [contender("a"), contender("b")])
-    a, b = (["prepare", "barrier", name, name] for name in "ab")
+    a, b = (["prepare", "barrier", name, name, "barrier"] for name in "ab")
     assert seen == [*a, *b] * 2 + [*a, *b, *b, *a]
     assert [(note["contender"], note["calls"], len(note["spans"])) for note in turns.notes] == [
         ("a", 2, 2),

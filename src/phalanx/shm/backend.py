@@ -57,6 +57,8 @@ class ShmGroup(dist.ProcessGroup):
         inner._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, inner)
+        # Called directly: by way of super() torch holds the interpreter's lock, which gloo's own thread may want.
+        self._gloo = inner
         self._set_default_backend(kind)
 
     def _go(self, opts: _Options, result: Sequence[Tensor], run: Callable[[], None]) -> dist.Work:
@@ -72,7 +74,7 @@ class ShmGroup(dist.ProcessGroup):
         opts = _options(opts, c10d.AllreduceOptions)
         tensor = tensors[0]
         if tensor.layout is not torch.strided:
-            return super().allreduce(tensors, opts)
+            return self._gloo.allreduce(tensors, opts)
         if len(tensors) == 1 and not opts.asyncOp:
             # The common case, without what only the others need: that is more than half of the call's time.
             call = self._collectives.prepared(tensor, opts.reduceOp)
