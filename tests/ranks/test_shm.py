@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from phalanx.errors import UsageError
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
@@ -300,6 +301,31 @@ def test_premultiplied_sum(run_ranks: RunRanks) -> None:
 
     for tensor in run_ranks(check, 3, backend="shm"):
         assert tensor.tolist() == [3.0] * 3
+
+
+def test_a_factor_is_not_remembered(run_ranks: RunRanks) -> None:
+    def check(world: World) -> list[float]:
+        results = []
+        for factor in (0.0, 2.0):
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, dist._make_nccl_premul_sum(factor))  # type: ignore[arg-type]
+            results.append(tensor.item())
+        return results
+
+    assert run_ranks(check, 2, backend="shm") == [[0.0, 4.0]] * 2
+
+
+def test_all_to_all_refuses_two_types(run_ranks: RunRanks) -> None:
+    def check(world: World) -> str:
+        try:
+            group: Any = dist.group.WORLD
+            group.alltoall([torch.empty(4)] * 2, [torch.ones(4).double()] * 2).wait()
+        except UsageError as error:
+            return str(error)
+        return "nothing"
+
+    text = "all_to_all got tensors of torch.float32, torch.float64; give one type."
+    assert run_ranks(check, 2, backend="shm") == [text] * 2
 
 
 def test_nan_is_not_lost(run_ranks: RunRanks) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.errors import UsageError
 from phalanx.shm import native
 from phalanx.shm.segment import PATIENCE, Segment
-from phalanx.shm.tensors import Staging, code_of, numbers_of, reduce_of, same
+from phalanx.shm.tensors import REDUCE_NAMES, Staging, code_of, numbers_of, reduce_of, same
 
 _Where = dict[str, Any]
 
@@ -51,7 +51,7 @@ class Collectives:
         call = self._reduction(native.ALL_REDUCE, block, op, {"input": block.data_ptr(), "output": block.data_ptr()})
         self._run(call)
         staging.finish()
-        if not call.factor and not tensor.is_complex():
+        if REDUCE_NAMES[call.reduce] != "premul_sum" and not tensor.is_complex():  # a factor is that call's own
             self._prepared[tensor.dtype, op.op] = call
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
@@ -120,6 +120,9 @@ class Collectives:
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         if len(inputs) != self._size or len(outputs) != self._size:
             raise UsageError(f"all_to_all got {len(inputs)} inputs and {len(outputs)} outputs for {self._size} ranks.")
+        kinds = {tensor.dtype for tensor in (*inputs, *outputs)}
+        if len(kinds) > 1:  # an output of smaller elements would be written past its end
+            raise UsageError(f"all_to_all got tensors of {', '.join(sorted(map(str, kinds)))}; give one type.")
         staging = Staging()
         sources = [staging.read(tensor) for tensor in inputs]
         targets = [staging.write(tensor) for tensor in outputs]
