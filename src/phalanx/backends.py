@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -66,7 +67,8 @@ def _choosing(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         # Options are made for one backend, and a world of the script's own making may not be on one machine.
-        own_way = kwargs.get("pg_options") is not None or not _is_whole_run(kwargs)
+        given = inspect.signature(plain).bind_partial(backend, *args, **kwargs).arguments
+        own_way = given.get("pg_options") is not None or not _is_whole_run(given)
         plain(backend if own_way else choose(backend), *args, **kwargs)
 
     return init_process_group

@@ -41,11 +41,13 @@ class Claim:
     """Start of the process, to tell it from a later one with the same pid."""
     machine: str
     """The running kernel and its table of processes: only within one does a pid mean the same process."""
+    note: str = ""
+    """What the ranks tell each other besides."""
 
     @staticmethod
-    def of_this_process(rank: int, world_size: int) -> Claim:
+    def of_this_process(rank: int, world_size: int, note: str = "") -> Claim:
         born = _birth(os.getpid()) or 0.0
-        return Claim(rank, world_size, socket.gethostname(), os.getpid(), born, _machine())
+        return Claim(rank, world_size, socket.gethostname(), os.getpid(), born, _machine(), note)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -206,9 +208,11 @@ def meet(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bo
     return Meeting(own, sign_in(PrefixStore("join", own), rank, world_size, timeout, hosted_here), hosted_here)
 
 
-def sign_in(store: Any, rank: int, world_size: int, timeout: float, hosted_here: bool = False) -> tuple[Claim, ...]:
+def sign_in(
+    store: Any, rank: int, world_size: int, timeout: float, hosted_here: bool = False, note: str = ""
+) -> tuple[Claim, ...]:
     """Every rank is there, once, with the same world size; otherwise an error that names who is wrong."""
-    book = _Book(store, Claim.of_this_process(rank, world_size))
+    book = _Book(store, Claim.of_this_process(rank, world_size, note))
     try:
         book.sign()
         verdict = book.await_verdict(timeout)

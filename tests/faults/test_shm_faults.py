@@ -186,6 +186,7 @@ def run_and_lose(act: Callable[..., Any], ranks: int, *args: Any) -> dict[int, A
 
 
 def _one_rank(rank: int, ranks: int, meeting: str, queue: Any, act: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)  # the threads that this process's parent may have had are not there
     world = px.init("shm", meeting, ranks, rank, timeout=30)
     queue.put((rank, act(world, *args)))
     os._exit(0)  # the group may be broken, and leaving it in order is not what is tested
@@ -296,3 +297,102 @@ def test_a_forked_child_has_no_place_in_the_group(run_ranks: RunRanks) -> None:
         return status
 
     assert run_ranks(check, 2, backend="shm") == [0, 0]
+
+
+def test_a_timeout_of_one_call(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, str, float]:
+        group: Any = dist.new_group()
+        dist.barrier(group, timeout=timedelta(seconds=20))
+        if world.rank == 1:
+            time.sleep(0.8)
+            return "", "", 0.0
+        return outcome(lambda: dist.barrier(group, timeout=timedelta(seconds=0.4)))
+
+    name, message, seconds = run_ranks(check, 2, backend="shm")[0]
+    assert name == "CollectiveTimeout"
+    assert "rank 0 waited for rank 1" in message
+    assert 0.4 <= seconds < 0.8
+
+
+# ---- messages
+
+
+def lose_a_correspondent(world: World, how: str) -> tuple[str, str, float]:
+    tensor = torch.ones(2_000_000)
+    if world.rank == 1:
+        if how == "last words":
+            dist.send(tensor[:10], 0)
+        time.sleep(0.2)
+        die()
+    if how == "last words":  # what was sent before the end still arrives
+        time.sleep(0.5)
+        dist.recv(tensor[:10], 1)
+    if how == "full":
+        return outcome(lambda: dist.send(tensor, 1))
+    if how == "anybody":
+        return outcome(lambda: dist.recv(tensor))
+    return outcome(lambda: dist.recv(tensor[:20], 1, tag=4))
+
+
+@pytest.mark.parametrize("how", ["waiting", "last words", "full", "anybody"])
+def test_a_correspondent_is_killed(how: str) -> None:
+    ((name, message, seconds),) = run_and_lose(lose_a_correspondent, 2, how).values()
+    assert name == "PeerLost"
+    assert message.startswith("rank 1 (pid ")
+    assert "has ended or left" in message
+    assert seconds < 1.2
+
+
+def test_a_message_that_never_comes(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, str, float]:
+        group: Any = dist.new_group(timeout=timedelta(seconds=0.5))
+        result = outcome(lambda: dist.recv(torch.ones(3), 1, group=group, tag=6)) if world.rank == 0 else ("", "", 0.0)
+        dist.barrier()
+        return result
+
+    name, message, _ = run_ranks(check, 2, backend="shm")[0]
+    assert name == "CollectiveTimeout"
+    assert message.startswith("the timeout of 0.5 s is over: rank 1 has not sent float32[3] with tag 6 in group ")
+
+
+def test_messages_end_with_their_group(run_ranks: RunRanks) -> None:
+    """By abort on this rank, and by the other's leaving."""
+
+    def check(world: World) -> tuple[str, str, float]:
+        import threading
+
+        group: Any = dist.new_group()
+        dist.barrier(group)
+        if world.rank == 1:
+            dist.send(torch.ones(1), 0, group=group)  # known to rank 0: its leaving is seen
+            dist.destroy_process_group(group)
+            outcome(lambda: dist.recv(torch.ones(1), 0))  # stays until rank 0 is gone
+            return "", "", 0.0
+        dist.recv(torch.ones(1), 1, group=group)
+        left = outcome(lambda: dist.recv(torch.ones(1), 1, group=group))
+        assert left[0] == "PeerLost", left
+        fresh: Any = dist.group.WORLD
+        threading.Timer(0.2, fresh.abort).start()
+        return outcome(lambda: dist.recv(torch.ones(1), 1))
+
+    name, message, seconds = run_and_lose(check, 2)[0]
+    assert name == "CollectiveAborted"
+    assert "the group was left while rank 1 has not sent float32[1]" in message
+    assert seconds < 1
+
+
+def test_an_interrupt_ends_a_receive_at_once(run_ranks: RunRanks) -> None:
+    def check(world: World) -> float:
+        import threading
+
+        if world.rank == 0:
+            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+            started = time.monotonic()
+            try:
+                dist.recv(torch.ones(1), 1)
+            except KeyboardInterrupt:
+                taken = time.monotonic() - started
+        dist.barrier()
+        return taken if world.rank == 0 else 0.0
+
+    assert run_ranks(check, 2, backend="shm")[0] < 0.5

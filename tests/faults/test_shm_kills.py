@@ -37,6 +37,7 @@ def segments() -> list[str]:
 
 def live(rank: int, directory: str, timeout: float) -> int:
     """Collectives of all sizes until something goes wrong. Returns 3 for a lost peer, 4 for a timeout."""
+    torch.set_num_threads(1)  # the threads that this process's parent may have had are not there
     store = dist.FileStore(f"{directory}/store", RANKS)
     try:
         group = ShmGroup(store, rank, RANKS, timedelta(seconds=timeout), "kills", range(RANKS))

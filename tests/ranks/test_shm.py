@@ -328,6 +328,21 @@ def test_all_to_all_refuses_two_types(run_ranks: RunRanks) -> None:
     assert run_ranks(check, 2, backend="shm") == [text] * 2
 
 
+def test_a_tensor_that_begins_within_an_element(run_ranks: RunRanks) -> None:
+    """torch.frombuffer can make one; vector code must not be given its address."""
+
+    def check(world: World) -> list[float]:
+        buffer = bytearray(4 * 1000 + 1)
+        odd = torch.frombuffer(buffer, dtype=torch.float32, offset=1, count=1000)
+        assert odd.data_ptr() % 4
+        odd.fill_(world.rank + 1.0)
+        for _ in range(2):  # the second time by way of the prepared call
+            dist.all_reduce(odd)
+        return odd.unique().tolist()
+
+    assert run_ranks(check, 2, backend="shm") == [[6.0]] * 2
+
+
 def test_nan_is_not_lost(run_ranks: RunRanks) -> None:
     def check(world: World) -> list[float]:
         tensor = torch.tensor([1.0, float("nan"), 2.0]) if world.rank == 1 else torch.tensor([float("nan"), 1.0, 3.0])
@@ -342,7 +357,7 @@ def test_nan_is_not_lost(run_ranks: RunRanks) -> None:
 # ---- the rest of torch.distributed
 
 
-def test_what_goes_through_gloo_inside(run_ranks: RunRanks) -> None:
+def test_messages_sparse_tensors_and_monitored_barrier(run_ranks: RunRanks) -> None:
     def check(world: World) -> list[Any]:
         rank, n = world.rank, world.size
         right, left = (rank + 1) % n, (rank - 1) % n

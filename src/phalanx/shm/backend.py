@@ -1,6 +1,6 @@
 """The process group `shm`: what torch.distributed calls, handed to `Collectives` in the right order.
 
-What is not here (send, recv, sparse tensors) falls through to a gloo group inside.
+send and recv go by `Messages`; sparse tensors, which are rare, by a gloo group inside.
 """
 
 # torch names the parameters of these methods in one way in its stubs and calls them by position.
@@ -9,6 +9,7 @@ What is not here (send, recv, sparse tensors) falls through to a gloo group insi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
@@ -25,10 +26,12 @@ from phalanx.shm import monitored
 from phalanx.shm.collectives import Collectives
 from phalanx.shm.failures import Names
 from phalanx.shm.lane import Finished, Lane
+from phalanx.shm.messages import Messages
 from phalanx.shm.segment import Segment
 from phalanx.shm.tensors import is_in_one_piece
 
 _FINISHED = Finished()
+_UNSET = c10d.AllreduceOptions().timeout
 _Options = Any
 """torch's AllreduceOptions and its sisters: they have asyncOp, and what the collective needs."""
 
@@ -42,7 +45,10 @@ class ShmGroup(dist.ProcessGroup):
         # torch may give two groups without a common rank the same name, and so the same store.
         store = dist.PrefixStore(",".join(map(str, ranks)), store)
         self._names = Names(name, ranks, seconds)
-        self._segment = Segment(dist.PrefixStore("shm", store), rank, size, seconds, self._names)
+        self._messages = Messages(rank, self._names)
+        shared = dist.PrefixStore("shm", store)
+        self._segment = Segment(shared, rank, size, seconds, self._names, self._messages.address)
+        self._messages.meet([claim.note for claim in self._segment.claims], self._segment.pidfds)
         self._collectives = Collectives(self._segment, rank, size, seconds)
         self._lane = Lane(name)
         self._store, self._monitored = store, itertools.count()
@@ -62,6 +68,8 @@ class ShmGroup(dist.ProcessGroup):
         self._set_default_backend(kind)
 
     def _go(self, opts: _Options, result: Sequence[Tensor], run: Callable[[], None]) -> dist.Work:
+        if opts.timeout != _UNSET:
+            run = functools.partial(self._collectives.within, opts.timeout.total_seconds(), run)
         if opts.asyncOp:
             return self._lane.later(run, list(result))
         self._lane.now(run)
@@ -70,15 +78,15 @@ class ShmGroup(dist.ProcessGroup):
     # ---- one block
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: _Options = None) -> dist.Work:
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        tensors = [tensors] if not isinstance(tensors, list) else tensors
         opts = _options(opts, c10d.AllreduceOptions)
         tensor = tensors[0]
         if tensor.layout is not torch.strided:
             return self._gloo.allreduce(tensors, opts)
         if len(tensors) == 1 and not opts.asyncOp:
             # The common case, without what only the others need: that is more than half of the call's time.
-            call = self._collectives.prepared(tensor, opts.reduceOp)
-            if call is not None and is_in_one_piece(tensor):
+            call = self._collectives.prepared.get((tensor.dtype, opts.reduceOp.op.value))
+            if call is not None and opts.timeout == _UNSET and is_in_one_piece(tensor):
                 self._lane.now(self._collectives.repeat, call, tensor)
                 return _FINISHED
 
@@ -192,6 +200,20 @@ class ShmGroup(dist.ProcessGroup):
 
         return self._go(opts, [output], run)
 
+    # ---- from one to another
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        return self._messages.send(tensor, dstRank, tag)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        return self._messages.receive(tensor, srcRank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        return self._messages.receive(tensor, None, tag)
+
     # ---- life
 
     def getBackendName(self) -> str:
@@ -209,6 +231,7 @@ class ShmGroup(dist.ProcessGroup):
         """Leaves the group, when what was asked for is done."""
         if not self._lane.closed:
             self._lane.close("the process group has been shut down.")
+            self._messages.close("the process group has been shut down.")
             self._segment.close()
             super().shutdown()
 
@@ -220,7 +243,8 @@ class ShmGroup(dist.ProcessGroup):
 
     def _forked(self) -> None:
         self._lane = Lane(self._names.group)
-        self._lane.closed = "this process was forked from a rank and has no place in the group; start it afresh."
+        no_place = "this process was forked from a rank and has no place in the group; start it afresh."
+        self._lane.closed = self._messages.closed = no_place
 
     # The names that torch before 2.13 calls.
     _allgather_base = all_gather_single
@@ -236,6 +260,8 @@ os.register_at_fork(after_in_child=lambda: [group._forked() for group in _living
 
 def _options(given: _Options, kind: type) -> _Options:
     """torch's own groups may be called without options, and with an operator in their place."""
+    if type(given) is kind:
+        return given
     if given is None:
         return kind()
     if isinstance(given, (dist.ReduceOp, dist.ReduceOp.RedOpType)):

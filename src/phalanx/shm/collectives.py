@@ -7,7 +7,7 @@ nodes, all_gather here.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +27,24 @@ class Collectives:
     def __init__(self, segment: Segment, rank: int, size: int, timeout: float) -> None:
         self._segment = segment
         self._rank, self._size = rank, size
-        self._prepared: dict[tuple[torch.dtype, Any], native.Call] = {}
+        self.prepared: dict[tuple[torch.dtype, int], native.Call] = {}
+        """The call that all_reduce made the last time for a type and an operator; `repeat` spares the making."""
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:
         self._timeout_ns = int(seconds * 1e9)
-        self._prepared.clear()
+        self.prepared.clear()
+
+    def within(self, seconds: float, run: Callable[[], None]) -> None:
+        """Runs it with a timeout of its own."""
+        usual = self._timeout_ns
+        self._timeout_ns = int(seconds * 1e9)
+        try:
+            run()
+        finally:
+            self._timeout_ns = usual
 
     # ---- one block
-
-    def prepared(self, tensor: Tensor, op: Any) -> native.Call | None:
-        """The call that all_reduce made the last time for such a tensor; `repeat` spares the making."""
-        return self._prepared.get((tensor.dtype, op.op))
 
     def repeat(self, call: native.Call, tensor: Tensor) -> None:
         call.count = tensor.numel()
@@ -52,7 +58,7 @@ class Collectives:
         self._run(call)
         staging.finish()
         if REDUCE_NAMES[call.reduce] != "premul_sum" and not tensor.is_complex():  # a factor is that call's own
-            self._prepared[tensor.dtype, op.op] = call
+            self.prepared[tensor.dtype, op.op.value] = call
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
         staging = Staging()

@@ -113,15 +113,14 @@ class Work(dist.Work):
 
 
 class Finished(dist.Work):
-    """What a synchronous call returns: there is nothing to wait for."""
+    """What a synchronous call returns: there is nothing to wait for. One serves all calls; making one takes longer
+    than a short collective."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         return True
 
     def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result([])
-        return future
+        raise UsageError("a synchronous collective has no future; ask for one with async_op=True.")
 
     def is_completed(self) -> bool:
         return True

@@ -43,7 +43,8 @@ def why_not_here() -> str | None:
 class Segment:
     """A group's shared memory, mapped, with this rank's native handle on it."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Names) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Names, note: str) -> None:
+        """``note`` is for the others to read in `claims`."""
         if size > native.MAX_RANKS:
             raise UsageError(f"backend 'shm' takes at most {native.MAX_RANKS} ranks, not {size}; use gloo.")
         self._lib = native.library()
@@ -58,14 +59,14 @@ class Segment:
                 self._map(fd)
                 self._lib.phx_format(self._base, size, slot)
                 store.set("segment", str(fd))
-            claims = join.sign_in(store, rank, size, timeout)
+            self.claims = claims = join.sign_in(store, rank, size, timeout, note=note)
             _check_one_machine(claims)
             names.pids = tuple(claim.pid for claim in claims)
             if rank != 0:
                 fd = _open(claims[0], int(store.get("segment")))
                 stack.callback(os.close, fd)
                 self._map(fd)
-            pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
+            self.pidfds = pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
             self.handle = self._lib.phx_open(self._base, rank, size, (ctypes.c_int * size)(*pidfds))
             assert self.handle, "a segment that was just formatted can be opened"
             self._leave = weakref.finalize(self, _leave, self._lib, self.handle, pidfds, os.getpid())

@@ -35,6 +35,11 @@ def code_of(tensor: Tensor) -> tuple[int, int]:
         raise UsageError(f"backend 'shm' does not know {tensor.dtype}; convert the tensor, or use gloo.") from None
 
 
+def width_of(code: int) -> int:
+    """The bytes of an element of the type with this number."""
+    return _DTYPES[code].itemsize
+
+
 def reduce_of(op: Any) -> tuple[int, float]:
     """The library's number for a ReduceOp, and its factor."""
     code = _REDUCES[op.op]
@@ -75,7 +80,10 @@ def is_in_one_piece(tensor: Tensor) -> bool:
     """Whether its elements can be read and written where they lie, one after the other."""
     if not tensor.is_cpu:
         raise UsageError(f"backend 'shm' moves tensors in memory, but this one is on {tensor.device}; use nccl there.")
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return False
+    # A tensor made of a buffer may begin anywhere; the vector code relies on whole elements.
+    return not tensor.data_ptr() % tensor.itemsize
 
 
 class Staging:
@@ -93,7 +101,7 @@ class Staging:
     def read(self, tensor: Tensor) -> Tensor:
         if is_in_one_piece(tensor):
             return tensor
-        stand_in = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        stand_in = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         self._read.append(stand_in)
         return stand_in
 
