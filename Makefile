@@ -10,8 +10,8 @@ C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 .PHONY: demo test check mpirun bench stress suite clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/ready
-	$(BIN)/phalanx run --nproc-per-node 4 examples/reference.py
+demo: $(VENV)/ready-demo
+	$(BIN)/phalanx run --nproc-per-node 2 examples/digits.py
 
 test: check mpirun
 	$(BIN)/python -m pytest
@@ -34,6 +34,9 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/ddp_step.py
+	$(BIN)/python benchmarks/sampler.py
+	$(BIN)/python benchmarks/track.py
+	$(BIN)/python benchmarks/dp_vs_ddp.py
 
 stress: $(VENV)/ready-dev
 	$(BIN)/python tests/native/stress.py --seconds 60
@@ -49,6 +52,10 @@ $(VENV)/bin/python:
 
 $(VENV)/ready: pyproject.toml setup.py constraints.txt $(C_SOURCES) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/ready-demo: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples]'
 	touch $@
 
 $(VENV)/ready-dev: $(VENV)/ready

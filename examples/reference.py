@@ -12,82 +12,63 @@ and as `python examples/reference.py`, which is a world of one, with 128 steps.
 import argparse
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 import phalanx as px
 
-SAMPLES, FEATURES, BATCH = 4096, 32, 32
+SAMPLES, FEATURES = 4096, 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--max_epochs", "--max-epochs", type=int, default=2)
+    parser.add_argument("--batch_size", "--batch-size", type=int, default=32, help="of each rank")
     parser.add_argument("--spawn", type=int, metavar="N", help="start N processes from here, without a launcher")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="given by phalanx.launch; px.init() knows it")
     args = parser.parse_args()
     if args.spawn:
-        px.spawn(spawned, args=(args.epochs,), nprocs=args.spawn)
+        px.spawn(spawned, args=(args.max_epochs, args.batch_size), nprocs=args.spawn)
     else:
-        train(args.epochs)
+        train(args.max_epochs, args.batch_size)
 
 
-def spawned(rank: int, epochs: int) -> None:
+def spawned(rank: int, epochs: int, batch_size: int) -> None:
     """What px.spawn calls on every rank. The rank is in the environment too, where px.init() finds it."""
-    train(epochs)
+    train(epochs, batch_size)
 
 
-def train(epochs: int) -> None:
+def train(epochs: int, batch_size: int) -> None:
     with px.init(seed=0) as world:
-        fit(world, epochs)  # in a function of its own, so that the wrapped model goes before the group does
+        fit(world, epochs, batch_size)  # in a function of its own, so that the model goes before the group does
 
 
-def fit(world: px.World, epochs: int) -> None:
+def fit(world: px.World, epochs: int, batch_size: int) -> None:
     dataset = make_data()
-    sampler = DistributedSampler(dataset, num_replicas=world.size, rank=world.rank)
-    loader = DataLoader(dataset, batch_size=BATCH, sampler=sampler)
-    card = [world.device.index] if world.device.type == "cuda" else None
-    model = DistributedDataParallel(nn.Linear(FEATURES, 1).to(world.device), device_ids=card)
+    loader = DataLoader(dataset, batch_size=batch_size, sampler=px.ShardSampler(dataset))
+    model = px.data_parallel(nn.Linear(FEATURES, 1).to(world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    who = f"GPU:{world.device.index}" if world.device.type == "cuda" else f"Rank {world.rank}"
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)  # a new order, the same on all ranks
-        steps, samples, loss = run_epoch(model, optimizer, loader, world)
-        # Equal when everything divides evenly; otherwise the last batch is short, and some samples come twice.
-        sign = "=" if steps * BATCH * world.size == samples else "≈"
-        count = f"{steps} steps × batch {BATCH} × {world.size} ranks {sign} {samples} samples"
         # The end of the line is written with it: spawned ranks share one output, and no launcher sorts their lines.
-        print(f"epoch {epoch} rank {world.rank}: {count}, loss {loss:.4f}\n", end="", flush=True)
+        print(f"{who} | Epoch {epoch} | Batchsize {batch_size} | Steps {len(loader)}\n", end="", flush=True)
+        mean = px.Mean()
+        for x, y in px.track(loader, epoch=epoch, device=world.device, quiet=True):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mean.update(loss, len(x))
+        value = mean.compute()  # over all ranks, so all of them take part
+        px.print(f"loss {value:.4f}")
 
 
 def make_data() -> TensorDataset:
-    """The same on every rank, whatever the rank's own seed is."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
     weights = torch.randn(FEATURES, 1, generator=generator)
     noise = torch.randn(SAMPLES, 1, generator=generator)
     return TensorDataset(inputs, inputs @ weights + 0.1 * noise)
-
-
-def run_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, world: px.World
-) -> tuple[int, int, float]:
-    """Steps of this rank, and over all ranks the number of samples seen and their mean loss."""
-    steps = 0
-    seen = torch.zeros(2, dtype=torch.float64, device=world.device)  # number of samples, sum of their losses
-    for x, y in loader:
-        loss = nn.functional.mse_loss(model(x.to(world.device)), y.to(world.device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        steps += 1
-        seen[0] += len(x)
-        seen[1] += loss.detach() * len(x)
-    dist.all_reduce(seen)
-    samples, total = seen.tolist()
-    return steps, int(samples), total / samples
 
 
 if __name__ == "__main__":

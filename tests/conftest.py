@@ -20,22 +20,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx import testing
-
-# multiprocessing's helper, which lives as long as the session; started here so that no test is blamed for it.
-resource_tracker.ensure_running()
+from phalanx.testing import ranks as testing
 
 REPOSITORY = Path(__file__).parents[1]
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
-os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
-# Nothing of the machine that runs the tests may reach into them.
-for _name in list(os.environ):
-    if _name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or _name in ("RANK", "WORLD_SIZE"):
-        del os.environ[_name]
 
 
-# A shell may have started this session with Ctrl-C ignored, which every process below would inherit.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+def pytest_configure() -> None:
+    """Not when this file is imported: the ranks of a test import it too, with the test's module."""
+    # multiprocessing's helper, which lives as long as the session; started here so that no test is blamed for it.
+    resource_tracker.ensure_running()
+    os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
+    # Nothing of the machine that runs the tests may reach into them.
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
+            del os.environ[name]
+    # A shell may have started this session with Ctrl-C ignored, which every process below would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,9 @@ def _helpers() -> set[int]:
     return {zygote.pid, *(child.pid for child in zygote.children(recursive=True))}
 
 
+_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second with its first optimizer
+
+
 def _belongings() -> dict[str, set]:
     descriptors = {}
     for fd in os.listdir("/proc/self/fd"):
@@ -172,7 +176,7 @@ def _belongings() -> dict[str, set]:
         "threads": {thread.name for thread in threading.enumerate()},
         "descriptors": {f"{fd} {what}" for fd, what in descriptors.items() if "/proc/" not in what},
         "shared memory": set(os.listdir("/dev/shm")),
-        "environment": {f"{k}={v}" for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+        "environment": {f"{k}={v}" for k, v in os.environ.items() if k not in _NOT_OURS},
     }
 
 

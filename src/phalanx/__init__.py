@@ -10,22 +10,63 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.comm.order import barrier, main_only, print, rank_zero_first
+    from phalanx.data.iterable import shard
+    from phalanx.data.sampler import ShardSampler
     from phalanx.errors import PhalanxError
     from phalanx.launch.spawn import spawn
+    from phalanx.parallel.wrap import data_parallel
+    from phalanx.train.accumulate import accumulate
+    from phalanx.train.log import log
+    from phalanx.train.metrics import Max, Mean, Min, Sum, compute_metrics
+    from phalanx.train.precision import autocast
+    from phalanx.train.track import track
     from phalanx.world import World, init
 
 _HOMES = {
+    "Max": "phalanx.train.metrics",
+    "Mean": "phalanx.train.metrics",
+    "Min": "phalanx.train.metrics",
     "PhalanxError": "phalanx.errors",
+    "ShardSampler": "phalanx.data.sampler",
+    "Sum": "phalanx.train.metrics",
     "World": "phalanx.world",
+    "accumulate": "phalanx.train.accumulate",
+    "autocast": "phalanx.train.precision",
     "barrier": "phalanx.comm.order",
+    "compute_metrics": "phalanx.train.metrics",
+    "data_parallel": "phalanx.parallel.wrap",
     "init": "phalanx.world",
+    "log": "phalanx.train.log",
     "main_only": "phalanx.comm.order",
     "print": "phalanx.comm.order",
     "rank_zero_first": "phalanx.comm.order",
+    "shard": "phalanx.data.iterable",
     "spawn": "phalanx.launch.spawn",
+    "track": "phalanx.train.track",
 }
 
-__all__ = ["PhalanxError", "World", "barrier", "init", "main_only", "print", "rank_zero_first", "spawn"]
+__all__ = [
+    "Max",
+    "Mean",
+    "Min",
+    "PhalanxError",
+    "ShardSampler",
+    "Sum",
+    "World",
+    "accumulate",
+    "autocast",
+    "barrier",
+    "compute_metrics",
+    "data_parallel",
+    "init",
+    "log",
+    "main_only",
+    "print",
+    "rank_zero_first",
+    "shard",
+    "spawn",
+    "track",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@
     runs/<id>/                 mode 0700: it holds the environment's values and whatever the script printed
       run.json                 the LaunchSpec, written before anything starts
       agent.events.jsonl       one line an event of the agent: started, exited, restarting, ended
+      rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch
+      rank-N.status            what rank N is doing now: a page of memory, see phalanx/status.py
       rank-N.log               everything rank N printed, and the traceback it died with
       error-N.json             an ErrorRecord: what rank N told of the exception that ended its script
       report.json              how the run ended: cause, victims, exit codes
@@ -147,6 +149,10 @@ def error_path(run_directory: Path, rank: int) -> Path:
 
 def log_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"rank-{rank}.log"
+
+
+def rank_events_path(run_directory: Path, rank: int) -> Path:
+    return run_directory / f"rank-{rank}.events.jsonl"
 
 
 def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,6 +83,8 @@ class World:
 
 
 _current: World | None = None
+_seed_to_part: int | None = None
+"""What `diverge` has still to do."""
 
 
 def init(
@@ -107,9 +110,11 @@ def init(
         timeout: seconds for reaching the master, for all ranks to come, and for each collective. The defaults are
             60 s, 300 s and torch's own 30 minutes.
         device: ``cpu``, ``cuda``, ``cuda:1``; by default the card of this local rank if there is one.
-        seed: seeds python, numpy and torch with ``seed + rank``.
+        seed: of python, numpy and torch. All ranks draw the same, so that files are split and weights are made alike,
+            until `px.data_parallel` or `px.track` is called; from then on each draws its own, for augmentation,
+            dropout and the workers of a DataLoader.
     """
-    global _current
+    global _current, _seed_to_part
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -124,12 +129,27 @@ def init(
         options["device_id"] = place
     dist.init_process_group(name, store=meeting.store, rank=situation.rank, world_size=situation.world_size, **options)
     if seed is not None:
-        _sow(seed + situation.rank)
+        _sow(seed)
     s = situation
     _current = World(
         s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
     )
+    _seed_to_part = seed
     return _current
+
+
+def diverge() -> None:
+    """From here on the random numbers of the ranks differ, if `init` was given a seed. Only the first call counts."""
+    global _seed_to_part
+    if _current is not None and _seed_to_part is not None:
+        _sow(mixed(_seed_to_part, _current.rank))
+        _seed_to_part = None
+
+
+def mixed(seed: int, rank: int) -> int:
+    """A seed for a rank. Unlike ``seed + rank``, no rank of a run with the next seed has it too."""
+    digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 def current() -> World:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import REPOSITORY, Outcome, Runner, by_rank
 
@@ -127,17 +128,75 @@ def test_the_reference_experiment_in_three_ways(command: list[str], tmp_path: Pa
     command = [str(REPOSITORY / part) if part.startswith("examples") else part for part in command]
     got = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert got.returncode == 0, got.stderr
-    found = re.findall(r"epoch (\d) rank (\d): 32 steps × batch 32 × 4 ranks = 4096 samples, loss ([\d.]+)", got.stdout)
-    assert sorted((int(epoch), int(rank)) for epoch, rank, _ in found) == [(e, r) for e in range(2) for r in range(4)]
-    losses = {epoch: {loss for e, _, loss in found if e == epoch} for epoch, _, _ in found}
-    assert all(len(values) == 1 for values in losses.values()), "the loss is one and the same on all ranks"
+    found = re.findall(r"Rank (\d) \| Epoch (\d) \| Batchsize 32 \| Steps 32\n", got.stdout)
+    assert sorted((int(epoch), int(rank)) for rank, epoch in found) == [(e, r) for e in range(2) for r in range(4)]
+    first, second = (float(loss) for loss in re.findall(r"loss ([\d.]+)", got.stdout))
+    assert second < first
 
 
-def test_the_reference_alone_equals_one_process_torch(tmp_path: Path) -> None:
-    got = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples/reference.py")], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert "epoch 0 rank 0: 128 steps × batch 32 × 1 ranks = 4096 samples" in got.stdout, got.stderr
+def test_the_reference_alone(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "examples/reference.py"), "--max_epochs", "1", "--batch_size", "64"]
+    got = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert got.stdout.startswith("Rank 0 | Epoch 0 | Batchsize 64 | Steps 64\nloss "), got.stderr
+
+
+def test_digits_end_with_a_receipt(phalanx: Runner) -> None:
+    outcome = phalanx("run", "--nproc-per-node", "2", str(REPOSITORY / "examples/digits.py"))
+    assert outcome.code == 0, outcome.err
+    receipt = outcome.out.partition("receipt for 2 ranks")[2]
+    assert "11520 of 11520 seen (8 epochs of 1440), 0 twice" in receipt
+    assert re.search(r"replicas   equal, checksum [0-9a-f]{12}\n", receipt)
+    accuracy = re.search(r"accuracy   ([\d.]+)% of 357 test samples", receipt)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 97
+    off = re.search(r"its weights are (\S+) away at most", receipt)
+    assert off is not None
+    assert float(off[1]) < 1e-2  # AdamW: rounding grows with the steps
+
+
+def test_digits_says_what_batch_it_needs(phalanx: Runner) -> None:
+    outcome = phalanx("run", "--nproc-per-node", "2", str(REPOSITORY / "examples/digits.py"), "--batch-size", "7")
+    assert outcome.code == 1
+    assert "--batch-size 7 cannot be divided by 2 ranks" in outcome.err
+
+
+def write_idx(path: Path, values: torch.Tensor) -> None:
+    import gzip
+    import struct
+
+    data = struct.pack(f">HBB{values.dim()}I", 0, 8, values.dim(), *values.shape) + bytes(values.flatten().tolist())
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+
+
+def test_mnist_from_its_files(phalanx: Runner, tmp_path: Path) -> None:
+    """A small file of each kind: the label is where the bright row is, so a network can learn it."""
+    generator = torch.Generator().manual_seed(0)
+    for part, count, end in (("train", 400, ".gz"), ("t10k", 101, "")):
+        labels = torch.randint(0, 10, (count,), generator=generator)
+        images = torch.randint(0, 60, (count, 28, 28), generator=generator)
+        for image, label in zip(images, labels.tolist(), strict=True):
+            image[2 * label + 4 : 2 * label + 6] = 255
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte{end}", images)
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte{end}", labels)
+    script = str(REPOSITORY / "examples/mnist.py")
+    flags = ["--epochs", "4", "--batch-size", "16"]
+    outcome = phalanx("run", "--nproc-per-node", "2", script, "--data", str(tmp_path), *flags)
+    assert outcome.code == 0, outcome.err
+    accuracies = [float(found) for found in re.findall(r"epoch \d: accuracy ([\d.]+)%", outcome.out)]
+    assert len(accuracies) == 4
+    assert accuracies[-1] > 90
+    (tmp_path / "t10k-labels-idx1-ubyte").unlink()
+    outcome = phalanx("run", "--nproc-per-node", "1", script, "--data", str(tmp_path))
+    assert "has neither t10k-labels-idx1-ubyte nor t10k-labels-idx1-ubyte.gz" in outcome.err
+
+
+def test_gpt_learns(phalanx: Runner) -> None:
+    small = ["--steps", "40", "--width", "32", "--layers", "1", "--context", "32"]
+    outcome = phalanx("run", "--nproc-per-node", "2", str(REPOSITORY / "examples/gpt.py"), *small)
+    assert outcome.code == 0, outcome.err
+    loss = re.search(r"40 steps, loss of the last batch ([\d.]+)", outcome.out)
+    assert loss is not None
+    assert 1 < float(loss[1]) < 4.2  # about 4.55 for 95 characters before the first step
 
 
 @pytest.mark.parametrize("spelling", ["local_rank", "local-rank", "use-env"])

@@ -16,7 +16,10 @@ from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
 
-NAMES = ["PhalanxError", "World", "barrier", "init", "main_only", "print", "rank_zero_first", "spawn"]
+NAMES = """
+Max Mean Min PhalanxError ShardSampler Sum World accumulate autocast barrier
+compute_metrics data_parallel init log main_only print rank_zero_first shard spawn track
+""".split()
 
 FLAGS = """
 --backend --devices --dry-run --local-addr --local-ranks-filter --log-dir --master-addr --master-port --max-restarts
@@ -40,25 +43,29 @@ SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID
 SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE CONDA_PREFIX CONDA_DEFAULT_ENV
 """.split()
 
-HALLWAY = {"env", "errors", "events", "ports", "stores"}
+HALLWAY = {"env", "errors", "events", "ports", "status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
     "backends": {"shm"},
-    "bench": {"launch"},
+    "bench": {"launch", "parallel", "phalanx"},  # the last two in what the ranks run
     "cli": {"launch", "bench"},
     "cluster": set(),
     "comm": {"cluster", "join", "world"},
+    "data": {"world"},
     "diagnose": set(),
     "env": set(),
     "errors": set(),
     "events": set(),
     "join": set(),
     "launch": {"diagnose", "cli"},  # cli: only from launch/__main__.py
+    "parallel": {"world"},
     "ports": set(),
     "shm": {"join"},
+    "status": set(),
     "stores": set(),
-    "testing": {"launch", "phalanx"},
+    "testing": {"launch", "parallel", "phalanx", "world"},
+    "train": {"comm", "world"},
     "world": {"backends", "cluster", "join"},
 }
 
@@ -69,7 +76,7 @@ def test_public_names() -> None:
     assert phalanx.__all__ == NAMES
     for name in NAMES:
         assert getattr(phalanx, name) is not None
-    assert testing.__all__ == ["close", "run_ranks"]
+    assert testing.__all__ == ["assert_parallel_equal", "close", "run_ranks"]
 
 
 def test_errors_are_one_tree() -> None:

@@ -16,10 +16,22 @@ benchmarks:
                                       and, where installed, Open MPI
   phalanx bench ddp-step [flags]      what communication adds to a training step with DDP,
                                       through shm and through gloo
+  phalanx bench sampler [flags]       how fast ShardSampler begins and goes through an epoch, and what it
+                                      holds in memory, beside torch's and, where installed, torchdata's
+  phalanx bench dp-vs-ddp [flags]     how fast one process with replicas in threads is, beside
+                                      one process for each replica, and where its time goes
+  phalanx bench track [flags]         what px.track and px.log add to a training step
 
 `phalanx bench launch --help` lists the flags of the first, and so on.
 """
-_BENCHMARKS = {"launch": "launch", "collectives": "collectives", "ddp-step": "ddp_step"}
+_BENCHMARKS = {
+    "launch": "launch",
+    "collectives": "collectives",
+    "ddp-step": "ddp_step",
+    "sampler": "sampler",
+    "dp-vs-ddp": "dp_vs_ddp",
+    "track": "track",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -220,6 +220,11 @@ class ShmGroup(dist.ProcessGroup):
         return "shm"
 
     @property
+    def seconds_in_collectives(self) -> float:
+        """Since the group was made, with the waiting for other ranks."""
+        return self._lane.seconds
+
+    @property
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._names.timeout)
 

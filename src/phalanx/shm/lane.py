@@ -9,6 +9,7 @@ wait for itself.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -143,6 +144,10 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._recent: deque[Work] = deque(maxlen=_KEPT)
         self.closed: str | None = None
+        self.count = 0
+        """Of the collectives so far."""
+        self.seconds = 0.0
+        """That they have taken, with the waiting for other ranks."""
 
     def now(self, run: Callable[..., None], *arguments: Any) -> None:
         """Runs it in this thread, after everything that was asked for before."""
@@ -210,7 +215,10 @@ class Lane:
         if self._running:
             raise UsageError("a signal handler called a collective while its group was in the middle of another.")
         self._running = True
+        started = time.perf_counter()
         try:
             run(*arguments)
         finally:
             self._running = False
+            self.count += 1
+            self.seconds += time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Tests of distributed code: run a function on real ranks and get back what each of them returned.
+"""Run a function on real ranks and get back what each of them returned.
 
     from phalanx.testing import run_ranks
 
@@ -29,8 +29,6 @@ from phalanx.errors import PhalanxError
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spawn import SpawnContext
-
-__all__ = ["close", "run_ranks"]
 
 _warm: Nursery | None = None
 
@@ -80,7 +78,8 @@ def _warm_nursery() -> Nursery:
         close()
     if _warm is None:
         with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
-            _warm = Nursery(os.environ, listener=listener)
+            # DDP and the optimizers import torch._dynamo, which takes longer than most tests: once here, for all.
+            _warm = Nursery(os.environ, listener=listener, late=("torch._dynamo",))
         atexit.register(close)
     return _warm
 

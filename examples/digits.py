@@ -1,0 +1,157 @@
+"""Handwritten digits on several processes, with a receipt at the end: every sample seen once, all replicas equal.
+
+    phalanx run --nproc-per-node 2 examples/digits.py
+    python examples/digits.py
+
+The data are the 1,797 scans of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. The batch is that of
+all ranks together, and the order does not depend on their number, so the second command trains the same model. The
+first one does that too, at the end, to show it.
+"""
+
+import argparse
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx as px
+
+TRAIN = 1440  # the other 357 are for the test
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together")
+    args = parser.parse_args()
+    with px.init(seed=0) as world:
+        if args.batch_size % world.size:
+            raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world.size} ranks.")
+        train_data, test_data = load_data()
+        outcome = fit(world, train_data, test_data, args.epochs, args.batch_size)
+        if world.is_main:
+            alone = fit_alone(train_data, args.epochs, args.batch_size) if world.size > 1 else None
+            print_receipt(world, outcome, alone, args.epochs)
+        px.barrier()
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Pixels, labels, and each sample's number, from which the receipt is made."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[:TRAIN], order[TRAIN:]
+    numbers = torch.arange(TRAIN)
+    return TensorDataset(images[train], labels[train], numbers), TensorDataset(images[test], labels[test])
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU()),
+        *(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(32 * 4 * 4, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def make_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.OneCycleLR]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
+
+
+def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, epochs: int, batch: int) -> dict:
+    model = px.data_parallel(make_model().to(world.device))
+    loader = DataLoader(train_data, batch_size=batch // world.size, sampler=px.ShardSampler(train_data, seed=1))
+    optimizer, schedule = make_optimizer(model, epochs * len(loader))
+    seen: list[Tensor] = []
+    started = time.perf_counter()
+    for epoch in range(epochs):
+        for images, labels, numbers in px.track(loader, epoch=epoch, device=world.device):
+            loss = nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            px.log(loss=loss)
+            seen.append(numbers + epoch * TRAIN)
+    seconds = time.perf_counter() - started
+    return {
+        "model": model.module,
+        "seconds": seconds,
+        "accuracy": evaluate(model, test_data, world),
+        "seen": count_everywhere(torch.cat(seen), world),
+        "checksums": gather(checksum(model), world),
+    }
+
+
+def evaluate(model: nn.Module, data: TensorDataset, world: px.World) -> float:
+    """The share of right answers. Exact: no sample of the test is counted twice, whatever the number of ranks."""
+    loader = DataLoader(data, batch_size=128, sampler=px.ShardSampler(data, shuffle=False, uneven="exact"))
+    correct = px.Mean()
+    model.eval()
+    with torch.no_grad():
+        for images, labels in loader:
+            guesses = model(images.to(world.device)).argmax(1)
+            correct.update((guesses == labels.to(world.device)).float())
+    return correct.compute()
+
+
+def fit_alone(data: TensorDataset, epochs: int, batch: int) -> nn.Module:
+    """The same training in this process alone, with nothing of phalanx but the order of the samples."""
+    model = make_model()
+    sampler = px.ShardSampler(data, num_replicas=1, rank=0, seed=1)
+    loader = DataLoader(data, batch_size=batch, sampler=sampler)
+    optimizer, schedule = make_optimizer(model, epochs * len(loader))
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels, _ in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            schedule.step()
+    return model
+
+
+def count_everywhere(numbers: Tensor, world: px.World) -> Counter:
+    """How often each sample of each epoch was seen, on all ranks together."""
+    return Counter(number for part in gather(numbers.tolist(), world) for number in part)
+
+
+def gather(value: object, world: px.World) -> list:
+    parts: list = [value]
+    if world.size > 1:
+        parts = [None] * world.size
+        dist.all_gather_object(parts, value)
+    return parts
+
+
+def checksum(model: nn.Module) -> str:
+    """Of all bits of all parameters."""
+    import hashlib
+
+    parts = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
+
+
+def print_receipt(world: px.World, outcome: dict, alone: nn.Module | None, epochs: int) -> None:
+    seen, expected = outcome["seen"], epochs * TRAIN
+    twice = sum(count > 1 for count in seen.values())
+    checksums = set(outcome["checksums"])
+    print(f"\nreceipt for {world.size} rank{'s' * (world.size > 1)}")
+    print(f"  samples    {len(seen)} of {expected} seen ({epochs} epochs of {TRAIN}), {twice} twice")
+    print(f"  replicas   {'equal' if len(checksums) == 1 else 'DIFFERENT'}, checksum {', '.join(sorted(checksums))}")
+    print(f"  accuracy   {outcome['accuracy']:.2%} of 357 test samples")
+    print(f"  pace       {expected / outcome['seconds']:.0f} samples/s")
+    if alone is not None:
+        pairs = zip(outcome["model"].cpu().parameters(), alone.parameters(), strict=True)
+        off = max((one - other).abs().max().item() for one, other in pairs)
+        print(f"  one process trained the same: its weights are {off:.1e} away at most")
+
+
+if __name__ == "__main__":
+    main()

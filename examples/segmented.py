@@ -1,0 +1,74 @@
+"""A model in two parts on two devices, and several such processes under DDP.
+
+    phalanx run --nproc-per-node 2 examples/segmented.py
+
+With cards, each process takes two of them: on a machine with four cards two processes use all. Without cards both
+parts are on the CPU, and everything else is the same.
+"""
+
+import argparse
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx as px
+
+SAMPLES, FEATURES = 2048, 64
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
+        self.decoder = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x))  # what goes into a part is moved to its device
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+    with px.init(seed=0) as world:
+        first, second = two_devices(world)
+        model = px.data_parallel(TwoParts(), mode="split", parts={"encoder": first, "decoder": second})
+        px.print(f"encoder on {first}, decoder on {second}, {world.size} such processes")
+        fit(model, second, args.epochs)
+
+
+def two_devices(world: px.World) -> tuple[torch.device, torch.device]:
+    if world.device.type != "cuda":
+        return torch.device("cpu"), torch.device("cpu")
+    cards = torch.cuda.device_count()
+    if cards < 2 * world.local_size:
+        raise SystemExit(f"{world.local_size} processes with two cards each need {2 * world.local_size}, not {cards}.")
+    return torch.device("cuda", 2 * world.local_rank), torch.device("cuda", 2 * world.local_rank + 1)
+
+
+def fit(model: nn.Module, last: torch.device, epochs: int) -> None:
+    data = make_data()
+    loader = DataLoader(data, batch_size=32, sampler=px.ShardSampler(data))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(epochs):
+        mean = px.Mean()
+        for x, y in px.track(loader, epoch=epoch):
+            loss = nn.functional.mse_loss(model(x), y.to(last))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            px.log(loss=loss)
+            mean.update(loss, len(x))
+        value = mean.compute()  # on every rank, for all take part
+        px.print(f"epoch {epoch}: loss {value:.4f}")
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
+    return TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""One process, several replicas: the batch is cut, the model is copied, the copies run in threads, the leader collects.
+
+On cards this is torch's DataParallel. On CPUs torch has nothing of the kind, so the same scheme is written out here:
+scatter, replicate, run, gather, and autograd adds the gradients of the copies up on the leader. DDP is faster; see
+docs/parallel.md for how much and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import ExceptionWrapper
+from torch.utils import _pytree as pytree
+
+from phalanx.errors import UsageError
+from phalanx.parallel.alone import OneProcess
+from phalanx.parallel.names import save_without_prefix
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of one replica."""
+
+
+def default_count() -> int:
+    """One replica for each core that this process may use, but two at least: one would be no replica."""
+    return max(2, len(os.sched_getaffinity(0)))
+
+
+class Replicas(OneProcess):
+    """``count`` replicas on the CPU. Batches are cut and put together along dimension 0.
+
+    The first replica works on the model's own buffers, so BatchNorm's running statistics are those of its part of the
+    batch, as with torch's DataParallel.
+    """
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        super().__init__()
+        self.module = module
+        self.count = count
+        save_without_prefix(self)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        calls = scatter((inputs, kwargs), self.count)
+        if len(calls) == 1:
+            return self.module(*inputs, **kwargs)
+        return gather(run(replicate(self.module, len(calls)), calls))
+
+
+class CardReplicas(OneProcess, nn.DataParallel[nn.Module]):
+    """torch's DataParallel, with what this package adds to every wrapped model."""
+
+    def __init__(self, module: nn.Module, cards: Sequence[int | torch.device] | None) -> None:
+        super().__init__(module, device_ids=cards)
+        save_without_prefix(self)
+
+
+# ---- the four steps
+
+
+def scatter(call: Call, count: int) -> list[Call]:
+    """The arguments of each replica: tensors cut along dimension 0, in any nesting; everything else as it is.
+
+    There are fewer than ``count`` when the batch is smaller, and one when there is nothing to cut.
+    """
+    leaves, shape = pytree.tree_flatten(call)
+    lengths = {leaf.shape[0] for leaf in leaves if _can_be_cut(leaf)}
+    if not lengths:
+        return [call]
+    if len(lengths) > 1:
+        found = ", ".join(map(str, sorted(lengths)))
+        raise UsageError(
+            f"the tensors given to the model have {found} rows, so they cannot be cut alike for {count} replicas; "
+            "give all of them the batch as dimension 0."
+        )
+    pieces = [leaf.chunk(count) if _can_be_cut(leaf) else None for leaf in leaves]
+    parts = max(len(piece) for piece in pieces if piece is not None)
+    return [
+        pytree.tree_unflatten(
+            [leaf if piece is None else piece[part] for leaf, piece in zip(leaves, pieces, strict=True)], shape
+        )
+        for part in range(parts)
+    ]
+
+
+def _can_be_cut(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def replicate(model: nn.Module, count: int) -> list[nn.Module]:
+    """``count`` copies of the model, as torch.nn.parallel.replicate makes them on cards. Gradients flow through the
+    copies of the parameters back to the model; the first copy shares its memory."""
+    copies = [_copies(model, first=number == 0) for number in range(count)]
+    modules = list(model.modules())
+    replicas = [{module: module._replicate_for_data_parallel() for module in modules} for _ in range(count)]
+    for replica, copy in zip(replicas, copies, strict=True):
+        for module in modules:
+            _fill(module, replica, copy)
+    return [replica[model] for replica in replicas]
+
+
+def _copies(model: nn.Module, *, first: bool) -> dict[Tensor, Tensor]:
+    """Each parameter and buffer once, so what is shared in the model is shared in the replica."""
+    found: dict[Tensor, Tensor] = {}
+    for parameter in model.parameters():
+        # Not the parameter itself: a replica has no parameters of its own, and all replicas should look alike.
+        found[parameter] = parameter.view_as(parameter) if first else parameter.clone()
+    for buffer in model.buffers():
+        found[buffer] = buffer if first else buffer.detach().clone()
+    return found
+
+
+def _fill(module: nn.Module, replica: dict[nn.Module, nn.Module], copy: dict[Tensor, Tensor]) -> None:
+    """Gives one module of a replica its children and its tensors."""
+    target = replica[module]
+    for name, child in module._modules.items():
+        if child is None:
+            target._modules[name] = None
+        else:
+            setattr(target, name, replica[child])
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            target._parameters[name] = None
+        else:  # a plain attribute: a parameter must be a leaf of autograd's graph, which a copy is not
+            setattr(target, name, copy[parameter])
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            setattr(target, name, copy[buffer])
+
+
+def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
+    """What each replica returns, each in a thread of its own; what one raises is raised with its number."""
+    results: list[Any] = [None] * len(calls)
+    settings = _Settings()
+
+    def work(number: int) -> None:
+        try:
+            inputs, kwargs = calls[number]
+            with settings.taken_over():
+                results[number] = replicas[number](*inputs, **kwargs)
+        except Exception:  # noqa: BLE001 (it is raised where it is waited for)
+            results[number] = ExceptionWrapper(where=f"in replica {number} of {len(calls)}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+    return results
+
+
+class _Settings:
+    """What torch keeps for each thread by itself, as it is in the one that makes this."""
+
+    def __init__(self) -> None:
+        self._gradients = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = torch.is_autocast_enabled("cpu")
+        self._precision = torch.get_autocast_dtype("cpu")
+        self._cache = torch.is_autocast_cache_enabled()
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        autocast = torch.autocast("cpu", self._precision, enabled=self._autocast, cache_enabled=self._cache)
+        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients), autocast:
+            yield
+
+
+def gather(outputs: Sequence[Any]) -> Any:
+    """The outputs as one: tensors put together along dimension 0, numbers as a vector with one entry a replica."""
+    flat, shapes = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    if any(shape != shapes[0] for shape in shapes):
+        raise UsageError(
+            f"the replicas returned results of different forms, such as {shapes[0]} and "
+            f"{next(shape for shape in shapes if shape != shapes[0])}; return the same form from each part of a batch."
+        )
+    return pytree.tree_unflatten([_together(each) for each in zip(*flat, strict=True)], shapes[0])
+
+
+def _together(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(values)) if first.dim() == 0 else torch.cat(list(values))
+    if any(value is not first and value != first for value in values):
+        raise UsageError(
+            f"the replicas returned {', '.join(map(repr, values))}, which cannot be put together; return tensors."
+        )
+    return first

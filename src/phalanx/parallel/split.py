@@ -1,0 +1,125 @@
+"""One process, several devices: the parts of a model on different ones, and activations moved between them.
+
+A part is a submodule. Before it runs, its inputs are moved to its device; what it returns stays there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from phalanx.errors import UsageError
+
+Device = str | int | torch.device
+
+
+def split(model: nn.Module, parts: Mapping[str, Device] | None, devices: Any) -> nn.Module:
+    """The model with its parts on their devices; it is changed in place."""
+    places = {name: _device(place) for name, place in (parts or balanced(model, devices)).items()}
+    _check(model, places)
+    for name, place in places.items():
+        part = model.get_submodule(name)
+        part.to(place)
+        part.register_forward_pre_hook(functools.partial(_move_inputs, place), with_kwargs=True)
+    return model
+
+
+def _move_inputs(
+    place: torch.device, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place, non_blocking=True), (inputs, kwargs))
+
+
+def _device(place: Device) -> torch.device:
+    try:
+        device = torch.device(place)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device {place!r} is unknown to torch; give cpu or cuda:N.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"a part is to go to {device}, but torch sees {torch.cuda.device_count()} card(s).")
+    return device
+
+
+# ---- which part of the model goes where
+
+
+def _check(model: nn.Module, places: Mapping[str, torch.device]) -> None:
+    """Every parameter and buffer belongs to one part, or to two on the same device."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name in places:
+        try:
+            model.get_submodule(name)
+        except AttributeError:
+            there = ", ".join(child for child, _ in model.named_children())
+            raise UsageError(f"parts names {name!r}, which the model does not have; it has {there}.") from None
+    where: dict[Tensor, tuple[str, torch.device]] = {}
+    for name, tensor in named:
+        holders = [part for part in places if part == "" or name.startswith(f"{part}.")]
+        if len(holders) > 1:
+            raise UsageError(f"{name} is in the parts {' and '.join(holders)}; name only one of them in parts.")
+        if not holders:
+            raise UsageError(f"{name} is in no part; parts has {', '.join(places)}, add the one that holds it.")
+        place = places[holders[0]]
+        other, elsewhere = where.setdefault(tensor, (name, place))
+        if elsewhere != place:
+            raise UsageError(
+                f"{other} and {name} are one tensor, but their parts go to {elsewhere} and {place}; "
+                "put them on one device."
+            )
+
+
+def balanced(model: nn.Module, devices: Sequence[Device] | None) -> dict[str, Device]:
+    """The layers of a Sequential on ``devices``, in order: the largest share of parameter bytes is as small as it can
+    be."""
+    if not isinstance(model, nn.Sequential):
+        raise UsageError(
+            f"a {type(model).__name__} can only be split by names: give parts={{'its submodule': 'cuda:0', …}}; "
+            "devices=[…] is for an nn.Sequential."
+        )
+    if not isinstance(devices, Sequence) or isinstance(devices, str) or not devices:
+        raise UsageError(f"devices is {devices!r}; give the list of devices that the Sequential goes to, or parts.")
+    layers = dict(model.named_children())
+    if len(layers) < len(devices):
+        raise UsageError(f"a Sequential of {len(layers)} layers cannot be split over {len(devices)} devices.")
+    sizes = [_bytes(layer) for layer in layers.values()]
+    ends = cuts(sizes, len(devices))
+    owners = [device for device, start, end in zip(devices, [0, *ends], ends, strict=False) for _ in range(start, end)]
+    return dict(zip(layers, owners, strict=True))
+
+
+def _bytes(layer: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+
+
+def cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Where each of ``parts`` runs of ``sizes`` ends, none of them empty, with the smallest possible largest sum.
+
+    By bisection over that sum: whether a limit can be kept is seen by filling up one part after the other.
+    """
+    low, high = max(sizes), sum(sizes)
+    while low < high:
+        limit = (low + high) // 2
+        if len(_fill(sizes, limit, 1)) <= parts:
+            high = limit
+        else:
+            low = limit + 1
+    return _fill(sizes, low, parts)
+
+
+def _fill(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
+    """The ends of runs that keep the limit, ``parts`` of them where fewer would do."""
+    ends: list[int] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        # As many layers are left as parts must still begin: each gets one.
+        short = len(sizes) - index == parts - len(ends) - 1
+        if index and (filled + size > limit or short):
+            ends.append(index)
+            filled = 0
+        filled += size
+    return [*ends, len(sizes)]

@@ -1,0 +1,197 @@
+"""`data_parallel`: a model for the processes or devices that there are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx import world as worlds
+from phalanx.errors import UsageError
+from phalanx.parallel.alone import Alone, OneProcess
+from phalanx.parallel.batchnorm import synchronise
+from phalanx.parallel.ddp import Parallel, check_compression
+from phalanx.parallel.replicas import CardReplicas, Replicas, default_count
+from phalanx.parallel.split import Device, split
+
+Devices = int | Sequence[Device] | None
+
+_MODES = ("ddp", "dp", "replicate", "split")
+_OURS = {
+    "find_unused_parameters": "find_unused",
+    "device_ids": "devices with mode='replicate' or 'split'; with 'ddp' it follows from the model",
+    "output_device": "nothing: the output is on the model's device",
+}
+"""Arguments of DistributedDataParallel that have another name here."""
+
+
+def data_parallel(
+    model: nn.Module,
+    mode: str = "ddp",
+    *,
+    sync_batchnorm: bool = False,
+    compress: str | None = None,
+    find_unused: bool = False,
+    static_graph: bool = False,
+    devices: Devices = None,
+    parts: Mapping[str, Device] | None = None,
+    **ddp_options: Any,
+) -> Parallel | OneProcess:
+    """Wraps a model, which is on its device already, so that all ranks train it together.
+
+    In a world of one the result has the same interface, so the same script runs alone. State dicts have the model's
+    own names, and load with and without the prefix ``module.``.
+
+    Args:
+        mode: ``ddp``: one replica a process, torch's DistributedDataParallel. ``dp``: one process, several replicas
+            in threads; slower, for comparison. ``replicate``: that in each process, and DDP between them. ``split``:
+            the parts of the model on several devices of this process, and DDP between the processes.
+        sync_batchnorm: BatchNorm layers take their statistics from the batches of all ranks.
+        compress: how gradients travel: ``bf16``, ``fp16``, ``powersgd``, or as they are.
+        find_unused: some parameters get no gradient in some steps. Costs a walk through the graph at each step.
+        static_graph: every step uses the same parameters in the same way; torch then plans ahead.
+        devices: ``dp``, ``replicate``: the number of replicas, or the cards. ``split``: the devices for the layers of
+            an nn.Sequential, which get equal shares of its bytes as far as possible.
+        parts: ``split``: from the names of submodules to their devices.
+        ddp_options: further arguments of DistributedDataParallel, such as ``bucket_cap_mb`` or ``process_group``.
+    """
+    if mode not in _MODES:
+        raise UsageError(f"mode={mode!r} is unknown; there are {', '.join(map(repr, _MODES))}.")
+    switches = {"compress": compress, "find_unused": find_unused, "static_graph": static_graph, **ddp_options}
+    _check_switches(mode, switches, sync_batchnorm, devices, parts)
+    check_compression(compress)
+    _check_options(ddp_options)
+    if isinstance(model, DistributedDataParallel | OneProcess):
+        raise UsageError("the model is wrapped already; give data_parallel the model inside, model.module.")
+    spot = _Spot.find(ddp_options.get("process_group"))
+    if mode == "dp" and spot.size > 1:
+        raise UsageError(
+            f"mode='dp' is for one process, and this is rank {spot.rank} of {spot.size}; use 'ddp', or 'replicate' for "
+            "several replicas in each process."
+        )
+    if sync_batchnorm and spot.size > 1:
+        model = synchronise(model, _type(model), ddp_options.get("process_group"))
+    if mode == "split":
+        model = split(model, parts, devices)
+    else:
+        spot.check(model)
+    if mode in ("dp", "replicate"):
+        model = _replicated(model, devices, spot)
+    options = {"find_unused_parameters": find_unused, "static_graph": static_graph, **ddp_options}
+    if mode == "ddp":
+        options["device_ids"] = _device_ids(model)
+    # The weights are made: what is drawn from here on, for dropout and the data, is each rank's own.
+    worlds.diverge()
+    if spot.size > 1:
+        return Parallel(model, compress=compress, **options)
+    return model if isinstance(model, OneProcess) else Alone(model)
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """Where this process stands, as far as wrapping needs it."""
+
+    rank: int
+    size: int
+    device: torch.device | None
+    """None when the script has not said it: it called torch.distributed itself, or nothing at all."""
+
+    @staticmethod
+    def find(group: Any) -> _Spot:
+        if worlds._current is None and not dist.is_initialized():
+            world = worlds.current()  # an error if this is one of several processes that has not joined
+            return _Spot(world.rank, world.size, None)
+        device = worlds._current.device if worlds._current is not None else None
+        return _Spot(dist.get_rank(), dist.get_world_size(group), device)
+
+    def check(self, model: nn.Module) -> None:
+        """The model is where this rank's device is: a model left on the first card by all ranks is a common slip."""
+        found = _places(model)
+        if self.size > 1 and not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(
+                f"no parameter of the {type(model).__name__} wants a gradient, so the ranks have nothing to average; "
+                "use the model as it is."
+            )
+        if self.device is None or self.device.type != "cuda" or len(found) != 1:
+            return
+        (place,) = found
+        if place != self.device:
+            raise UsageError(
+                f"the model is on {place}, but the device of rank {self.rank} is {self.device}; move it there with "
+                "model.to(world.device), or join with px.init(device=…)."
+            )
+
+
+def _places(model: nn.Module) -> set[torch.device]:
+    return {parameter.device for parameter in model.parameters()}
+
+
+def _type(model: nn.Module) -> str:
+    return next(iter(_places(model)), torch.device("cpu")).type
+
+
+def _device_ids(model: nn.Module) -> list[torch.device] | None:
+    """The one card of the model. None on CPUs and for a model on several cards, as DDP wants it."""
+    found = _places(model)
+    return list(found) if len(found) == 1 and _type(model) != "cpu" else None
+
+
+def _replicated(model: nn.Module, devices: Devices, spot: _Spot) -> OneProcess:
+    if _type(model) == "cpu":
+        return Replicas(model, _count(devices))
+    if devices is None and spot.size > 1:
+        raise UsageError(
+            f"mode='replicate' needs the cards of rank {spot.rank}: give devices=[…], beginning with the model's own."
+        )
+    cards = list(range(devices)) if isinstance(devices, int) else devices
+    return CardReplicas(model, None if cards is None else [torch.device("cuda", _index(card)) for card in cards])
+
+
+def _index(card: Device) -> int:
+    return card if isinstance(card, int) else torch.device(card).index or 0
+
+
+def _count(devices: Devices) -> int:
+    if devices is None:
+        return default_count()
+    count = devices if isinstance(devices, int) else len(devices)
+    if not isinstance(devices, int) and any(torch.device(each).type != "cpu" for each in devices):
+        raise UsageError(f"devices is {list(devices)}, but the model is on the CPU; move it to the first of them.")
+    if count < 1:
+        raise UsageError(f"devices is {devices!r}; give the number of replicas, from 1.")
+    return count
+
+
+# ---- arguments that do not go together
+
+
+def _check_switches(
+    mode: str, switches: Mapping[str, Any], sync_batchnorm: bool, devices: Devices, parts: Mapping[str, Device] | None
+) -> None:
+    given = [name for name, value in switches.items() if value]
+    if mode == "dp" and given:
+        raise UsageError(f"mode='dp' has no use for {', '.join(given)}: there is one process; leave it out.")
+    if mode in ("dp", "replicate") and sync_batchnorm:
+        raise UsageError(f"sync_batchnorm works with one replica a process, not with mode={mode!r}; use 'ddp'.")
+    if mode == "ddp" and devices is not None:
+        raise UsageError("mode='ddp' takes the device from the model; devices is for 'dp', 'replicate' and 'split'.")
+    if mode != "split" and parts is not None:
+        raise UsageError(f"parts is for mode='split', and the mode is {mode!r}.")
+    if mode == "split" and (parts is None) == (devices is None):
+        raise UsageError("mode='split' takes either parts={…} or, for an nn.Sequential, devices=[…].")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Also alone, where they are not used: a slip should show before the script runs on many machines."""
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    for name in options:
+        if name in _OURS:
+            raise UsageError(f"{name} is DistributedDataParallel's; here, give {_OURS[name]}.")
+        if name not in known:
+            raise UsageError(f"{name} is no argument of data_parallel, nor of torch's DistributedDataParallel.")

@@ -1,0 +1,1 @@
+"""STEP: what stands around a training step: progress, logging, accumulation, precision, metrics."""

@@ -1,0 +1,65 @@
+"""Gradient accumulation: several small batches make one step, and the ranks exchange gradients only for the last."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Any
+
+from phalanx.errors import UsageError
+from phalanx.train import track
+
+
+class accumulate:
+    """Counts batches; within its ``with`` block gradients are exchanged only when the batch is the last of ``every``.
+
+        parts = px.accumulate(model, every=4)
+        for x, y in px.track(loader, epoch=epoch):
+            with parts:
+                loss = criterion(model(x), y)
+                (loss / parts.size).backward()
+            if parts.complete:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Gradients of the parts add up, so each loss is divided by ``parts.size``: the step is then that of one batch of
+    all parts, if they are of one length. Under `px.track` the last batches of an epoch that do not fill a step make a
+    smaller one, and ``size`` is their number; without it they wait for the next epoch's first batches.
+
+    The forward pass must be inside the block too: DDP decides there whether it will exchange gradients.
+    """
+
+    def __init__(self, model: Any, every: int) -> None:
+        if every < 1:
+            raise UsageError(f"accumulate(every={every}): it takes at least 1 batch to make a step.")
+        if not hasattr(model, "no_sync"):
+            raise UsageError(
+                f"accumulate got a {type(model).__name__}, which has no no_sync(); wrap it with px.data_parallel first."
+            )
+        self._model, self._every = model, every
+        self._done = 0
+        self._blocks: list[contextlib.AbstractContextManager[Any]] = []
+        self.size = every
+        """Of how many batches the current step is made."""
+
+    @property
+    def complete(self) -> bool:
+        """The batch just handled was the last of its step: now the optimizer's turn has come."""
+        return self._done == 0
+
+    def __enter__(self) -> accumulate:
+        if self._done == 0:
+            left = track.batches_left()
+            self.size = self._every if left is None else max(1, min(self._every, left))
+        last = self._done + 1 == self.size
+        block: Any = contextlib.nullcontext() if last else self._model.no_sync()
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._blocks.pop().__exit__(kind, error, trace)
+        if kind is None:
+            self._done = (self._done + 1) % self.size
