@@ -41,9 +41,9 @@ def main() -> None:
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """Pixels, labels, and each sample's number, from which the receipt is made."""
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    labels = torch.tensor(digits)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[:TRAIN], order[TRAIN:]
     numbers = torch.arange(TRAIN)

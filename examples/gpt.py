@@ -96,7 +96,7 @@ def fit(world: px.World, model: nn.Module, data: Source, args: argparse.Namespac
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=px.ShardSampler(data))
     parts, amp = px.accumulate(model, every=args.accumulate), px.autocast()
-    done = 0
+    last, done = px.Mean(), 0
     for codes, following in px.track(loader, epoch=0, device=world.device):
         with parts:
             with amp:
@@ -108,13 +108,13 @@ def fit(world: px.World, model: nn.Module, data: Source, args: argparse.Namespac
         amp.clip(optimizer, max_norm=1.0)
         amp.step(optimizer)
         optimizer.zero_grad()
+        last.reset()
+        last.update(loss)
         done += 1
         # A checkpoint of model, optimizer and sampler belongs here.
         if done == args.steps:
             break
-    mean = px.Mean()
-    mean.update(loss)
-    value = mean.compute()
+    value = last.compute()  # on every rank, for all take part
     px.print(f"{done} steps, loss of the last batch {value:.3f}")
 
 

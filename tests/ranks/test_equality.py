@@ -43,8 +43,8 @@ class Centred(nn.Module):
         return self.layer(x - x.mean(0))
 
 
-class Hidden(nn.Module):
-    """Has a parameter that nobody knows of."""
+class Wilful(nn.Module):
+    """Changes a parameter by itself, by what this rank has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Hidden(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.layer(x)
         with torch.no_grad():
-            self.layer.bias += 0.01 * x.mean()
+            self.layer.bias.add_(0.01 * x.mean())
         return out
 
 
@@ -81,7 +81,7 @@ def test_batch_norm_passes_when_it_is_synchronised(run_ranks: Any) -> None:
         (with_both, None, r"BatchNorm normalises .*; and dropout drew other numbers"),
         (plain, summed, r"every gradient is 0\.5 times what it should be"),
         (Centred, None, r"layer.weight differs by .* Something depends on the other samples"),
-        (Hidden, None, "the replicas differ after step 0"),
+        (Wilful, None, "the replicas differ after step 0"),
     ],
     ids=["batch norm", "dropout", "both", "loss", "other", "replicas"],
 )

@@ -126,13 +126,7 @@ def _switch(model: nn.Module, work: _Work) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd) and not work.dropout:
             module.p = 0.0
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not work.batch_norm:
-            module.train = functools.partial(_stay_in_evaluation, module)
             module.eval()
-
-
-def _stay_in_evaluation(module: nn.Module, mode: bool = True) -> nn.Module:
-    module.training = False
-    return module
 
 
 def _part(batch: Any, world: World) -> Any:
