@@ -205,6 +205,14 @@ def test_track_takes_any_iterable_and_moves_its_tensors() -> None:
     assert list(px.track((x for x in "ab"), quiet=True)) == ["a", "b"]
 
 
+def test_a_loader_without_a_length() -> None:
+    """A DataLoader over an iterable dataset has a len() that raises."""
+    loader = DataLoader(px.shard(iter(range(10))), batch_size=4)
+    assert [len(batch) for batch in px.track(loader, epoch=0, quiet=True)] == [4, 4, 2]
+    with pytest.raises(TypeError, match="has no len"):
+        len(px.track(loader))
+
+
 def test_the_last_line_of_an_epoch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_RUN_DIR", raising=False)
     for x in px.track([torch.ones(8)] * 5, epoch=1):

@@ -48,42 +48,53 @@ class Report:
 class Board:
     """Where each rank's latest report hangs."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, number: int) -> None:
+        """``number``: of the pass, the same on all ranks."""
         self._store = world.store if world.size > 1 else None
-        self._world, self._name = world, name
+        self._world, self._number = world, number
 
     def publish(self, report: Report) -> None:
         if self._store is not None:
-            self._store.set(self._key(self._world.rank), json.dumps(asdict(report)))
-            if report.ended:
-                self._store.set(self._key(self._world.rank) + "/ended", "yes")
+            self._store.set(self._key(self._world.rank), json.dumps([self._number, asdict(report)]))
+            if report.ended and not self._world.is_main:
+                self._store.set(self._end_key(self._world.rank), "yes")
 
     def read(self, own: Report) -> dict[int, Report]:
-        """The reports of all ranks that have any."""
+        """The reports of all ranks that are in the same pass."""
         found = {self._world.rank: own}
         if self._store is None:
             return found
         for rank in range(self._world.size):
             if rank != self._world.rank and self._store.check([self._key(rank)]):
-                fields: dict[str, Any] = json.loads(self._store.get(self._key(rank)))
-                fields["logged"] = {name: (total, count) for name, (total, count) in fields["logged"].items()}
-                found[rank] = Report(**fields)
+                number, fields = json.loads(self._store.get(self._key(rank)))
+                if number == self._number:
+                    found[rank] = _report(fields)
         return found
 
     def await_ends(self) -> None:
-        """Waits a moment for the others to end the epoch too."""
+        """Rank zero waits a moment for the others to end the epoch too."""
         if self._store is None:
             return
         import torch.distributed as dist
 
-        others = [self._key(rank) + "/ended" for rank in range(self._world.size) if rank != self._world.rank]
+        others = [self._end_key(rank) for rank in range(1, self._world.size)]
         try:
             self._store.wait(others, _PATIENCE)
         except dist.DistStoreError:
             return  # one has left its loop, or is late: its last report has to do
+        for key in others:
+            self._store.delete_key(key)
 
     def _key(self, rank: int) -> str:
-        return f"phalanx/track/{self._name}/{rank}"
+        return f"phalanx/track/{rank}"
+
+    def _end_key(self, rank: int) -> str:
+        return f"phalanx/track/{rank}/end of {self._number}"
+
+
+def _report(fields: dict[str, Any]) -> Report:
+    fields["logged"] = {name: (total, count) for name, (total, count) in fields["logged"].items()}
+    return Report(**fields)
 
 
 def describe(reports: dict[int, Report], own: Report, total: int | None) -> str:

@@ -64,15 +64,16 @@ class Track(Generic[_T]):
         """With the one that the loop holds now; None when the loader has no length."""
 
     def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"a {type(self._loader).__name__} has no len()")
-        return len(self._loader)
+        total = _batches(self._loader)
+        if total is None:
+            raise TypeError(f"this {type(self._loader).__name__} has no len()")
+        return total
 
     def __iter__(self) -> Iterator[_T]:
         worlds.diverge()
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
-        total = len(self._loader) if isinstance(self._loader, Sized) else None
+        total = _batches(self._loader)
         watch = _Watch(self.epoch, total, self._quiet)
         sizes = _batch_sizes(self._loader, self._sampler)
         self.batches_left = None if total is None else total + 1
@@ -105,7 +106,7 @@ class _Watch:
         self._world = worlds.current()
         self._total = total
         self._report = Report(epoch)
-        self._board = Board(self._world, f"{next(_numbers)}")
+        self._board = Board(self._world, next(_numbers))
         self._line = Line() if self._world.is_main and not quiet else None
         self._events, self._page = _run_files(self._world.rank)
         now = time.perf_counter()
@@ -197,6 +198,14 @@ def _run_files(rank: int) -> tuple[EventLog | None, status.StatusPage | None]:
     if here not in _pages:  # one for the process, whatever it was forked from
         _pages[here] = status.StatusPage(status.status_path(Path(directory), rank))
     return EventLog(rank_events_path(Path(directory), rank)), _pages[here]
+
+
+def _batches(loader: Any) -> int | None:
+    """How many there are, if that can be known: a DataLoader over an iterable dataset has a len() that raises."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _sampler_of(loader: Any) -> Any:
