@@ -14,7 +14,8 @@ demo: $(VENV)/ready-demo
 	$(BIN)/phalanx run --nproc-per-node 2 examples/digits.py
 
 test: check mpirun
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not alone" -n 2
+	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/ready-dev
 	$(BIN)/ruff format --check .

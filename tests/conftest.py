@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -26,8 +27,22 @@ REPOSITORY = Path(__file__).parents[1]
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
-def pytest_configure() -> None:
+# Tests with limits of time, or of what else runs on the machine. `make test` runs them one after the other, and the
+# rest, which only compute, in two processes.
+_ALONE = ("faults/", *(f"ranks/test_{name}.py" for name in ("run", "init", "order", "spawn")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.relative_to(REPOSITORY / "tests").as_posix().startswith(_ALONE):
+            item.add_marker("alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
+    config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
+    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
+        _have_shared_memory_of_our_own()
     # multiprocessing's helper, which lives as long as the session; started here so that no test is blamed for it.
     resource_tracker.ensure_running()
     os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
@@ -137,6 +152,19 @@ def latest(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "latest"
 
 
+def _have_shared_memory_of_our_own() -> None:
+    """Of two processes that run tests, each would find in /dev/shm what the other's tests have there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_mounts, private, everywhere = 0x20000, 1 << 18, 1 << 14
+    for failed in (
+        libc.unshare(new_mounts),
+        libc.mount(b"none", b"/", None, private | everywhere, None),
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"mode=1777"),
+    ):
+        if failed:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def marked_processes() -> set[int]:
     """Every process that descends from this test session, whoever its parent is by now."""
     found = set()
@@ -161,6 +189,7 @@ def _helpers() -> set[int]:
     return {zygote.pid, *(child.pid for child in zygote.children(recursive=True))}
 
 
+_IS_SHARED_MEMORY_OURS = "PYTEST_XDIST_WORKER" not in os.environ or os.geteuid() == 0
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second with its first optimizer
 
 
@@ -175,7 +204,7 @@ def _belongings() -> dict[str, set]:
         "processes": marked_processes() - _helpers(),
         "threads": {thread.name for thread in threading.enumerate()},
         "descriptors": {f"{fd} {what}" for fd, what in descriptors.items() if "/proc/" not in what},
-        "shared memory": set(os.listdir("/dev/shm")),
+        "shared memory": set(os.listdir("/dev/shm")) if _IS_SHARED_MEMORY_OURS else set(),
         "environment": {f"{k}={v}" for k, v in os.environ.items() if k not in _NOT_OURS},
     }
 

@@ -69,6 +69,8 @@ class Ending:
     error: ErrorRecord | None = None
     tail: tuple[str, ...] = ()
     """The last lines it printed."""
+    host: str = ""
+    """The name of its node."""
     crash: tuple[Frame, ...] = ()
     """Where Python stood when native code crashed, innermost first, if the rank could still tell."""
 
@@ -158,6 +160,19 @@ def rank_events_path(run_directory: Path, rank: int) -> Path:
 def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:
     """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
     return ErrorRecord(**{**fields, "frames": tuple(Frame(**frame) for frame in fields["frames"])})
+
+
+def ending_from_fields(fields: dict[str, Any]) -> Ending:
+    """The same for an Ending."""
+    error = fields["error"]
+    return Ending(
+        **{
+            **fields,
+            "error": None if error is None else error_from_fields(error),
+            "tail": tuple(fields["tail"]),
+            "crash": tuple(Frame(**frame) for frame in fields["crash"]),
+        }
+    )
 
 
 class EventLog:

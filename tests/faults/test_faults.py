@@ -481,7 +481,7 @@ def test_missing_things_are_said_before_the_start(phalanx: Runner, script, tmp_p
     for arguments, text in (
         (["nothing.py"], "the script nothing.py does not exist"),
         (["--no-python", "no-such-program"], "no-such-program is not on PATH"),
-        (["--nnodes", "2", script("")], "--nnodes 2: several machines are not supported yet"),
+        (["--nnodes", "2", script("")], "--nnodes 2 needs --master-addr"),
         (["--log-dir", "/proc/none", script("")], "cannot write the run directory /proc/none"),
         (["--run-path", script("")], "--run-path needs an absolute path"),
     ):

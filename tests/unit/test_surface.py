@@ -22,16 +22,18 @@ compute_metrics data_parallel init log main_only print rank_zero_first shard spa
 """.split()
 
 FLAGS = """
---backend --devices --dry-run --local-addr --local-ranks-filter --log-dir --master-addr --master-port --max-restarts
+--backend --devices --dry-run --interface --local-addr --local-ranks-filter --log-dir --master-addr
+--master-port --max-restarts
 --module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --preload --rdzv-backend --rdzv-conf
---rdzv-endpoint --rdzv-id --redirects --role --run-path --shutdown-timeout --signals-to-handle --standalone
+--rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --role --run-path --shutdown-timeout
+--signals-to-handle --standalone
 --start-method --tee --virtual-local-rank
 """.split()
 
 WRITTEN = """
 CUDA_VISIBLE_DEVICES GLOO_SOCKET_IFNAME GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR
-MASTER_PORT OMP_NUM_THREADS PHALANX_BACKEND PHALANX_RUN_DIR PHALANX_RUN_TOKEN PHALANX_STORE RANK ROLE_NAME ROLE_RANK
-ROLE_WORLD_SIZE
+MASTER_PORT NCCL_SOCKET_IFNAME OMP_NUM_THREADS PHALANX_BACKEND PHALANX_RUN_DIR PHALANX_RUN_TOKEN
+PHALANX_STORE RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
 TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE
 TORCH_NCCL_ASYNC_ERROR_HANDLING WORLD_SIZE
 """.split()
@@ -58,7 +60,7 @@ EDGES = {
     "errors": set(),
     "events": set(),
     "join": set(),
-    "launch": {"diagnose", "cli"},  # cli: only from launch/__main__.py
+    "launch": {"diagnose", "cli", "join"},  # cli: only from launch/__main__.py; join: only in the keeper
     "parallel": {"world"},
     "ports": set(),
     "shm": {"join"},
@@ -76,7 +78,8 @@ def test_public_names() -> None:
     assert phalanx.__all__ == NAMES
     for name in NAMES:
         assert getattr(phalanx, name) is not None
-    assert testing.__all__ == ["assert_parallel_equal", "close", "run_ranks"]
+    names = ["Node", "VirtualNodes", "assert_parallel_equal", "close", "run_ranks", "virtual_nodes"]
+    assert testing.__all__ == names
 
 
 def test_errors_are_one_tree() -> None:

@@ -41,6 +41,11 @@ def is_consequence(error: ErrorRecord) -> bool:
     return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
 
 
+def is_victim(ending: Ending) -> bool:
+    """Whether it ended only because another rank went away."""
+    return ending.error is not None and is_consequence(ending.error)
+
+
 def find_cause(endings: Sequence[Ending]) -> Verdict:
     """The first failure in time that is not the consequence of another; at least one ending must be a failure."""
     failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.time)

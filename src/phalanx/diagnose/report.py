@@ -29,7 +29,7 @@ _SIGNALS = {
 
 
 def failure_block(
-    verdict: Verdict, *, world_size: int, host: str, started: float, log: Path, attempts: int = 1
+    verdict: Verdict, *, world_size: int, host: str, started: float, log: str, attempts: int = 1
 ) -> list[str]:
     """The end of a failed run."""
     cause = verdict.cause
@@ -48,7 +48,7 @@ def failure_block(
         lines.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")
     if verdict.victims:
         lines.append(f"  {_ranks(verdict.victims)} fell with it")
-    lines.append(f"  {'traceback and ' if cause.error else ''}output: {shorten_path(str(log))}")
+    lines.append(f"  {'traceback and ' if cause.error else ''}output: {log}")
     assert len(lines) <= 15, "the block must fit on a small screen"
     return lines
 

@@ -19,14 +19,17 @@ from pathlib import Path
 
 from phalanx import events
 from phalanx.diagnose import report
-from phalanx.diagnose.findings import Verdict, find_cause
+from phalanx.diagnose.findings import Verdict, find_cause, is_victim
 from phalanx.errors import LaunchError
+from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.logs import Pump
 from phalanx.launch.member import Member, new_member
+from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
-from phalanx.launch.spec import LaunchSpec, WorkerSpec, placements, worker_environment
+from phalanx.launch.signals import Signals
+from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
@@ -36,7 +39,15 @@ _DRAIN_SECONDS = 2.0  # after a signal, how long to wait for somebody to read th
 class Agent:
     """One run on this node, from its run directory to its exit code. Use it once."""
 
-    def __init__(self, spec: LaunchSpec, environ: Mapping[str, str], nursery: Nursery, directory: Path) -> None:
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        environ: Mapping[str, str],
+        nursery: Nursery,
+        directory: Path,
+        route: Route | None = None,
+    ) -> None:
+        """``route``: to the other nodes, if there are any."""
         self._spec = spec
         self._nursery = nursery
         self._directory = directory
@@ -44,7 +55,7 @@ class Agent:
         self._log = events.EventLog(directory / "agent.events.jsonl")
         self._console = Console()
         self._selector = selectors.DefaultSelector()
-        self._signals: list[int] = []
+        self._signals = Signals(spec.signals, self._selector)
         self._signalled: int | None = None
         """The first signal that told the agent to stop."""
         self._resumable: list[Pump] = []
@@ -52,16 +63,18 @@ class Agent:
         self._started = time.time()
         self._environ = dict(environ)
         self._said_exec = False
-        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._interface = route.interface if route is not None else None
+        self._company = new_company(spec, route, nursery, self._selector, directory, self._show)
 
     def drained(self) -> None:
         """The console has written the agent's own lines; nothing waits for that."""
 
     def run(self) -> int:
         """From the first process to the last; returns the exit code."""
-        restore = self._take_signals()
+        self._signals.take()
         try:
             self._announce()
+            self._meet()
             return self._run_attempts()
         except _Interrupted:
             assert self._signalled is not None
@@ -71,7 +84,7 @@ class Agent:
             self._log.write("ended", exit_code=1, error=str(error))
             return 1
         finally:
-            restore()
+            self._signals.restore()
             self._close()
 
     def _announce(self) -> None:
@@ -97,35 +110,57 @@ class Agent:
 
     # ---- attempts
 
+    def _meet(self) -> None:
+        """The other nodes. What the zygote says meanwhile is heard too: it may have failed to import something."""
+        self._selector.register(self._nursery, selectors.EVENT_READ, self._nursery.next_event)
+        self._company.meet(self._idle_until)
+        self._selector.unregister(self._nursery)
+
+    def _idle_until(self, done: Callable[[], bool]) -> None:
+        """The loop while no worker runs."""
+        while not done():
+            for key, _ in self._selector.select(_TICK):
+                key.data()
+            if self._signals.pending:
+                self._signalled = self._signals.pending.pop(0)
+                self._company.tell_stop(self._why_stop())
+                self._nursery.kill()
+                raise _Interrupted
+
     def _run_attempts(self) -> int:
         most = self._spec.max_restarts + 1
         for attempt in range(most):
-            self._nursery.fresh_store(wait=attempt > 0)
-            endings = self._run_attempt(attempt)
+            endings = self._company.settle(self._run_attempt(attempt), self._idle_until)
             if self._signalled is not None:
                 # What had failed before the signal came is told all the same.
                 failed = any(ending.failed and not ending.asked for ending in endings)
                 verdict = find_cause(endings) if failed else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
-            if not any(ending.failed for ending in endings):
+            if not any(ending.failed for ending in endings) and not self._company.lost:
                 return self._end(0, endings, None, attempt)
+            if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
+                reason = self._company.loss() or self._company.stop_reason
+                if reason:
+                    self._flush_console()
+                    self._say([reason])
+                    return self._end(1, endings, None, attempt)
             verdict = find_cause(endings)
-            if attempt + 1 == most:
+            if attempt + 1 == most or self._company.lost:
                 return self._end(verdict.cause.status, endings, verdict, attempt)
             self._log.write("restarting", attempt=attempt + 1, cause=report.headline(verdict.cause))
             self._say([f"{report.one_line(verdict.cause)}; starting again, attempt {attempt + 2} of {most}"])
         raise AssertionError("the last attempt returns")
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
-        assert self._nursery.address is not None
+        master = self._company.begin(attempt, self._idle_until)
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._log.write)
         name = self._run_id if self._spec.run_id == "none" else self._spec.run_id
-        for place in placements([self._spec.nproc_per_node]):
+        for place in self._company.places():
             events.error_path(self._directory, place.rank).unlink(missing_ok=True)
             member = new_member(
                 self._spec, place, self._directory, attempt, self._console, self._resume, lambda text: self._say([text])
             )
-            environment = worker_environment(self._environ, self._spec, place, self._nursery.address, attempt, name)
+            environment = worker_environment(self._environ, self._spec, place, master, attempt, name, self._interface)
             worker = WorkerSpec(
                 place.rank, place.local_rank, self._spec.program, environment, start_method=self._spec.start_method
             )
@@ -158,11 +193,25 @@ class Agent:
             self._watch.turn(_TICK)
             self._explain_exec()
             self._obey_signals()
+            self._heed_company()
             self._resume_pumps()
             now = time.monotonic()
             for member in self._watch.members.values():
                 for pump in member.pumps:
                     pump.tick(now)
+
+    def _heed_company(self) -> None:
+        """Ranks are stopped on all nodes or on none."""
+        if self._watch.stopping is None and (self._company.stop_reason or self._company.lost):
+            self._watch.stop(signal.SIGTERM)
+        if self._watch.stopping is not None:
+            self._company.tell_stop(self._why_stop())
+
+    def _why_stop(self) -> str:
+        if self._signalled is not None:
+            name = signal.Signals(self._signalled).name
+            return f"node {self._spec.node_rank} (host {self._host}) was stopped by {name}, and so are all others"
+        return f"a rank of node {self._spec.node_rank} (host {self._host}) failed"
 
     def _streams(self) -> list[Pump]:
         """The pipes that have not ended."""
@@ -175,8 +224,7 @@ class Agent:
     def _resume(self, pump: Pump) -> None:
         """Called on the console's thread: this pump may be read again."""
         self._resumable.append(pump)
-        with contextlib.suppress(BlockingIOError):  # full: the loop is about to wake anyway
-            self._wake_writer.send(b"\0")
+        self._signals.wake()
 
     def _resume_pumps(self) -> None:
         while self._resumable:
@@ -192,27 +240,9 @@ class Agent:
 
     # ---- signals
 
-    def _take_signals(self) -> Callable[[], None]:
-        """Signals become events of the loop. Returns what puts the old handlers back."""
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
-        asked = [getattr(signal, name) for name in self._spec.signals]
-        # One that was ignored from the start stays so: that is how nohup and a shell's & work.
-        numbers = [number for number in asked if signal.getsignal(number) != signal.SIG_IGN]
-        before = {number: signal.signal(number, lambda got, _: self._signals.append(got)) for number in numbers}
-        wakeup = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ, lambda: self._wake_reader.recv(4096))
-
-        def restore() -> None:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-        return restore
-
     def _obey_signals(self) -> None:
-        while self._signals:
-            number = self._signals.pop(0)
+        while self._signals.pending:
+            number = self._signals.pending.pop(0)
             again = self._signalled is not None
             if not again:
                 self._signalled = number
@@ -244,17 +274,28 @@ class Agent:
             block = report.failure_block(
                 verdict,
                 world_size=len(endings),
-                host=self._host,
+                host=verdict.cause.host or self._host,
                 started=self._started,
-                log=events.log_path(self._directory, verdict.cause.rank),
+                log=self._log_of(verdict.cause),
                 attempts=attempt + 1,
             )
             self._say(block)
         return exit_code
 
+    def _log_of(self, ending: events.Ending) -> str:
+        elsewhere = self._company.log_of(ending)
+        if elsewhere is not None:
+            return f"{elsewhere}/{events.log_path(Path(), ending.rank)}"
+        return report.shorten_path(str(events.log_path(self._directory, ending.rank)))
+
+    def _show(self, text: str) -> None:
+        """A line for a moment: the next one is written over it."""
+        if self._console.is_terminal[self._console.err]:
+            self._console.show_live(self._console.err, f"phalanx: {text}".encode())
+
     def _flush_console(self) -> None:
         """The ranks' own lines first; but who has signalled does not want to wait for a reader."""
-        while not self._console.flush(0.2) and not self._signals and self._signalled is None:
+        while not self._console.flush(0.2) and not self._signals.pending and self._signalled is None:
             pass
 
     def _keep(self, name: str, content: Mapping[str, object]) -> None:
@@ -269,11 +310,12 @@ class Agent:
         self._console.put(self, self._console.err, text.encode(errors="replace"))
 
     def _close(self) -> None:
+        with contextlib.suppress(OSError):  # the keeper is gone already
+            self._company.close()
         self._console.close(timeout=None if self._signalled is None else 2.0)
         self._log.close()
         self._selector.close()
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._signals.close()
 
 
 class _Interrupted(Exception):

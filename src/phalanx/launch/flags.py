@@ -69,6 +69,8 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--rdzv-endpoint", "where the machines meet", "HOST[:PORT]", ""),
         Flag("--rdzv-id", "name of the run among others at the same endpoint", "NAME", "none"),
         Flag("--rdzv-conf", "further settings of the meeting", "K=V,…", ""),
+        Flag("--rdzv-timeout", "seconds to wait for the other machines (default 300)", "S", 300.0, float),
+        Flag("--interface", "the network to the other machines (default: the one that leads to the master)", "NAME"),
         Flag("--local-addr", "address of this machine, for several machines", "HOST"),
     ),
     "when something goes wrong": (

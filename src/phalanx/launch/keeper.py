@@ -14,8 +14,19 @@ from phalanx.launch import orphans
 from phalanx.launch.channel import Channel
 
 
-def serve(channel: Channel, listener: socket.socket, token: str) -> None:
+def serve(channel: Channel, listener: socket.socket | None, token: str, with_nodes: bool) -> None:
     """Runs until the agent says goodbye or dies."""
+    if with_nodes:
+        from phalanx.launch.envoy import Envoy
+
+        Envoy(channel, listener).serve()
+    else:
+        assert listener is not None
+        _serve_workers(channel, listener)
+    orphans.end_all(lambda: orphans.bearers(token))
+
+
+def _serve_workers(channel: Channel, listener: socket.socket) -> None:
     store: Any = None
     while (received := channel.receive()) is not None:
         message, _ = received
@@ -23,4 +34,3 @@ def serve(channel: Channel, listener: socket.socket, token: str) -> None:
             del store  # its thread ends and its connections close before the next one starts
             store = stores.serve(listener.getsockname()[0], listener, timeout=60.0)
             channel.send({"event": "fresh"})
-    orphans.end_all(lambda: orphans.bearers(token))

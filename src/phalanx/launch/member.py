@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ class Member:
             asked=self.asked_at is not None and self.asked_at <= failed_at,
             error=self.error,
             tail=self._tail.lines(_TAIL_LINES),
+            host=socket.gethostname(),
             crash=_crash_frames(self._report) if self.exited.signal else (),
         )
 

@@ -53,7 +53,9 @@ class Nursery:
         late: Sequence[str] = (),
         script_directory: str | None = None,
         listener: socket.socket | None = None,
+        with_nodes: bool = False,
     ) -> None:
+        """``listener``: what the keeper serves; ``with_nodes``: it also speaks with other nodes."""
         self.token = os.urandom(16).hex()
         self._keeper: Channel | None = None
         self._answers_due = 0
@@ -78,15 +80,21 @@ class Nursery:
             "late": list(late),
             "script_directory": script_directory,
             "token": self.token,
+            "with_nodes": with_nodes,
             # The parent-death signal is bound to the thread that forks, not to the process.
             "die_with": os.getpid() if threading.current_thread() is threading.main_thread() else 0,
         }
-        if listener is None:
+        if listener is None and not with_nodes:
             ours.send(setup)
             return
         self._keeper, its_end = Channel.pair()
-        ours.send(setup, [its_end.fileno(), listener.fileno()])
+        ours.send(setup, [its_end.fileno(), *([listener.fileno()] if listener is not None else [])])
         its_end.close()
+
+    @property
+    def keeper(self) -> Channel:
+        assert self._keeper is not None, "this nursery was made with a keeper"
+        return self._keeper
 
     def fileno(self) -> int:
         return self.channel.fileno()

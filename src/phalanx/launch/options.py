@@ -45,6 +45,8 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         node_rank=arguments.node_rank,
         master_addr=arguments.master_addr,
         master_port=_port(arguments),
+        interface=arguments.interface,
+        rdzv_timeout=arguments.rdzv_timeout,
         run_id=arguments.rdzv_id,
         role=arguments.role,
         max_restarts=arguments.max_restarts,

@@ -14,24 +14,25 @@ from pathlib import Path
 
 from phalanx import events, ports
 from phalanx.errors import UsageError
-from phalanx.launch import program
+from phalanx.launch import network, program
 from phalanx.launch.devices import thread_setting
+from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spec import LaunchSpec
 
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
-    """Starts a run on this machine and stays until its end; returns the exit code."""
+    """Starts this machine's part of a run and stays until its end; returns the exit code."""
     if sys.platform != "linux":
         raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
     program.check(spec)
     _raise_file_limit(spec)
-    if spec.nnodes[1] > 1:
-        raise UsageError(
-            f"--nnodes {spec.nnodes[1]}: several machines are not supported yet; "
-            "--dry-run shows the ranks they would have."
-        )
-    with contextlib.closing(ports.listen(ports.LOOPBACK, spec.master_port)) as listener:
+    route = _route(spec)
+    with contextlib.ExitStack() as stack:
+        listener = None
+        if route is None or spec.node_rank == 0:
+            here = ports.LOOPBACK if route is None else route.address
+            listener = stack.enter_context(contextlib.closing(ports.listen(here, spec.master_port)))
         directory = events.new_run_directory(Path(spec.log_dir), events.new_run_id())
         environment = {**environ, **thread_setting(spec.nproc_per_node, environ), "PHALANX_RUN_DIR": str(directory)}
         nursery = Nursery(
@@ -41,11 +42,32 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
             late=program.late_imports(spec),
             script_directory=program.script_directory(spec),
             listener=listener,
+            with_nodes=route is not None,
         )
     with contextlib.closing(nursery):
         from phalanx.launch.agent import Agent
 
-        return Agent(spec, environment, nursery, directory).run()
+        return Agent(spec, environment, nursery, directory, route).run()
+
+
+def _route(spec: LaunchSpec) -> Route | None:
+    """The way to the other nodes; None when there are none."""
+    fewest, most = spec.nnodes
+    if most == 1:
+        return None
+    if fewest != most:
+        raise UsageError(f"--nnodes {fewest}:{most}: a range of machines is not supported yet; give their number.")
+    if spec.master_addr == ports.LOOPBACK:
+        raise UsageError(f"--nnodes {most} needs --master-addr: the address of the machine with --node-rank 0.")
+    if not spec.master_port:
+        raise UsageError(f"--nnodes {most} needs --master-port: a port that is free on {spec.master_addr}.")
+    route = network.find_route(spec.master_addr, spec.interface)
+    if spec.node_rank == 0 and not network.is_own(route.master):
+        raise UsageError(
+            f"--node-rank 0 is the machine with the master's address, but {spec.master_addr} is not this one's; "
+            "give this machine's address, or another --node-rank."
+        )
+    return route
 
 
 def _raise_file_limit(spec: LaunchSpec) -> None:

@@ -38,6 +38,9 @@ class LaunchSpec:
     master_addr: str = LOOPBACK
     master_port: int = 0
     """0: a free one is taken."""
+    interface: str | None = None
+    """The network to the other nodes; None for the one that leads to the master."""
+    rdzv_timeout: float = 300.0
     run_id: str = "none"
     role: str = "default"
     max_restarts: int = 0
@@ -125,7 +128,13 @@ class WorkerSpec:
 
 
 def worker_environment(
-    base: Mapping[str, str], spec: LaunchSpec, place: Placement, master: tuple[str, int], attempt: int, run: str
+    base: Mapping[str, str],
+    spec: LaunchSpec,
+    place: Placement,
+    master: tuple[str, int],
+    attempt: int,
+    run: str,
+    interface: str | None = None,
 ) -> dict[str, str]:
     """The environment of one worker: the launcher's own, and torchrun's variables."""
     address, port = master
@@ -158,6 +167,9 @@ def worker_environment(
         environment["LOCAL_RANK"] = "0"
         if spec.devices:
             environment["CUDA_VISIBLE_DEVICES"] = spec.devices[place.local_rank % len(spec.devices)]
+    if place.nnodes > 1 and interface:
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environment.setdefault("NCCL_SOCKET_IFNAME", interface)
     if place.nnodes == 1:
         # Nothing that listens may be reached from outside when nobody outside takes part.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

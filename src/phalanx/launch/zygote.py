@@ -116,16 +116,17 @@ class _Zygote:
     def _start_keeper(self, fds: list[int]) -> None:
         if not fds:
             return
-        to_agent, listener = fds
+        to_agent, *listeners = fds
         self.keeper_pid = os.fork()
         if self.keeper_pid == 0:
             self.channel.close()
             import socket
 
-            keeper.serve(Channel.from_fd(to_agent), socket.socket(fileno=listener), self.setup["token"])
+            listener = socket.socket(fileno=listeners[0]) if listeners else None
+            keeper.serve(Channel.from_fd(to_agent), listener, self.setup["token"], self.setup["with_nodes"])
             os._exit(0)
-        os.close(to_agent)
-        os.close(listener)
+        for fd in fds:
+            os.close(fd)
 
     def _obey(self, wake_fds: list[int]) -> worker.Birth | None:
         received = self.channel.receive()

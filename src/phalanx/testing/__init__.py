@@ -1,9 +1,11 @@
-"""For tests of distributed code, ours and yours: functions on real ranks, and the proof that a model may be split.
+"""For tests of distributed code, ours and yours: functions on real ranks, the proof that a model may be split, and
+hosts on one machine.
 
 Importing this imports no torch.
 """
 
 from phalanx.testing.equality import assert_parallel_equal
+from phalanx.testing.nodes import Node, VirtualNodes, virtual_nodes
 from phalanx.testing.ranks import close, run_ranks
 
-__all__ = ["assert_parallel_equal", "close", "run_ranks"]
+__all__ = ["Node", "VirtualNodes", "assert_parallel_equal", "close", "run_ranks", "virtual_nodes"]

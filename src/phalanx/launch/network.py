@@ -1,0 +1,92 @@
+"""Which of this machine's networks leads to the others."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from dataclasses import dataclass
+
+from phalanx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Route:
+    """How this machine reaches the first node, and is reached by the others."""
+
+    master: str
+    """The first node's address."""
+    address: str
+    """This machine's own, on the same network."""
+    interface: str
+
+
+def find_route(master: str, interface: str | None = None) -> Route:
+    """By asking the kernel which way a packet to the master would take; nothing is sent."""
+    target = resolve(master)
+    address = _address_of(interface) if interface else _own_address_towards(target, master)
+    return Route(target, address, interface or _interface_of(address))
+
+
+def resolve(host: str) -> str:
+    """The address behind a name. One of loopback is none for other machines."""
+    try:
+        found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise UsageError(
+            f"the master's name {host!r} cannot be resolved ({error.strerror}); give its address."
+        ) from None
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not _is_loopback(address):
+            return address
+    raise UsageError(
+        f"the master's name {host!r} stands for {addresses[0]}, which other machines cannot reach; "
+        "give --master-addr its address on the network."
+    )
+
+
+def is_own(address: str) -> bool:
+    """Whether it belongs to one of this machine's interfaces."""
+    return address in {found for addresses in _interfaces().values() for found in addresses}
+
+
+def _own_address_towards(target: str, name: str) -> str:
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, 9))
+        except OSError as error:
+            if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+                raise UsageError(f"no network of this machine leads to {name} ({target}); check the address.") from None
+            raise
+        own = probe.getsockname()[0]
+    return target if is_own(target) else own
+
+
+def _interfaces() -> dict[str, list[str]]:
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
+
+
+def _interface_of(address: str) -> str:
+    for name, addresses in _interfaces().items():
+        if address in addresses:
+            return name
+    raise AssertionError(f"the kernel chose {address}, which belongs to no interface")
+
+
+def _address_of(interface: str) -> str:
+    found = _interfaces()
+    if interface not in found or not found[interface]:
+        there = ", ".join(name for name, addresses in found.items() if addresses)
+        raise UsageError(f"--interface {interface} does not exist or has no address; there are {there}.")
+    return found[interface][0]
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

@@ -1,0 +1,144 @@
+"""Where the nodes of a run meet, and what they tell each other afterwards: torch's store, on the first node.
+
+This runs in the keeper of each node, which has torch; the agent, which has not, talks to it through their channel.
+The store holds three things: the book where each node signs in, a page for each attempt (where its workers meet, that
+it has to stop, how each node's ranks ended), and each node's sign of life.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.errors import JoinError
+
+_SLICE = 1.0
+_LOOK_EVERY = 0.05
+
+
+@dataclass(frozen=True)
+class NodeCard:
+    """What a node says about itself when it signs in."""
+
+    node: int
+    host: str
+    address: str
+    nproc: int
+    nnodes: int
+    max_restarts: int
+    run_id: str
+    torch: str
+    phalanx: str
+    directory: str
+    """Its run directory."""
+
+    def __str__(self) -> str:
+        return f"node {self.node} (host {self.host}, {self.address})"
+
+
+_MUST_AGREE = {
+    "nnodes": ("--nnodes", "give all nodes the same"),
+    "max_restarts": ("--max-restarts", "give all nodes the same"),
+    "run_id": ("--rdzv-id", "another run uses this port; give each run a port of its own"),
+    "torch": ("torch", "install the same on all nodes"),
+    "phalanx": ("phalanx", "install the same on all nodes"),
+}
+
+
+class Book:
+    """Where the nodes sign in. Whoever finds a fault writes the verdict, for all of them."""
+
+    def __init__(self, store: Any, own: NodeCard) -> None:
+        self._store, self._own = store, own
+
+    def sign(self) -> None:
+        own = self._own
+        if self._store.add(f"taken/{own.node}", 1) > 1:
+            wait_for(self._store, f"card/{own.node}", 2 * _SLICE)
+            raise self._rule(f"two nodes were given --node-rank {own.node}: {self.card(own.node)} and {own.host}.")
+        text = json.dumps(asdict(own))
+        self._store.set(f"card/{own.node}", text)
+        first = NodeCard(**json.loads(self._store.compare_set("first", "", text)))
+        for name, (word, advice) in _MUST_AGREE.items():
+            ours, theirs = getattr(own, name), getattr(first, name)
+            if ours != theirs:
+                raise self._rule(f"{own} has {word} {ours}, but {first} has {theirs}; {advice}.")
+        if self._store.add("arrived", 1) == own.nnodes:
+            self._store.set("verdict", json.dumps({"ok": True}))
+
+    def await_verdict(self, timeout: float, tell: Callable[[int, int], None]) -> list[NodeCard]:
+        """All cards, when all have signed. ``tell`` hears, once a second, how many have and for how long it took."""
+        started = time.monotonic()
+        while not wait_for(self._store, "verdict", _SLICE):
+            waited = time.monotonic() - started
+            tell(self._store.add("arrived", 0), round(waited))
+            if waited >= timeout:
+                missing = [node for node in range(self._own.nnodes) if not self._store.check([f"card/{node}"])]
+                names = ", ".join(map(str, missing))
+                raise self._rule(
+                    f"after {timeout:g} s node{'s' * (len(missing) > 1)} {names} of {self._own.nnodes} "
+                    f"{'have' if len(missing) > 1 else 'has'} not come; start the same command there with its "
+                    "--node-rank, or wait longer with --rdzv-timeout."
+                )
+        verdict = json.loads(self._store.get("verdict"))
+        if "error" in verdict:
+            raise JoinError(verdict["error"])
+        return [self.card(node) for node in range(self._own.nnodes)]
+
+    def card(self, node: int) -> NodeCard:
+        return NodeCard(**json.loads(self._store.get(f"card/{node}")))
+
+    def _rule(self, text: str) -> JoinError:
+        self._store.set("verdict", json.dumps({"error": text}))
+        return JoinError(text)
+
+
+def wait_for(store: Any, key: str, seconds: float) -> bool:
+    """Whether the key is there within this time. The store's own wait writes warnings when its time is over."""
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_EVERY)
+    return True
+
+
+class Page:
+    """What the nodes tell each other about one attempt."""
+
+    def __init__(self, store: Any, attempt: int, nodes: int) -> None:
+        self._store, self._attempt, self._nodes = store, attempt, nodes
+
+    def _key(self, name: str) -> str:
+        return f"attempt/{self._attempt}/{name}"
+
+    def open_at(self, address: str, port: int) -> None:
+        """The first node: its workers' store is there."""
+        self._store.set(self._key("master"), json.dumps([address, port]))
+
+    def where(self, seconds: float) -> tuple[str, int] | None:
+        if not wait_for(self._store, self._key("master"), seconds):
+            return None
+        address, port = json.loads(self._store.get(self._key("master")))
+        return address, port
+
+    def stop(self, why: str) -> None:
+        """Tells all nodes to end this attempt. The first reason is the one that counts."""
+        self._store.compare_set(self._key("stop"), "", why)
+
+    def stopped(self) -> str | None:
+        """The reason to stop, if there is one."""
+        return self._store.get(self._key("stop")).decode() if self._store.check([self._key("stop")]) else None
+
+    def hand_in(self, node: int, endings: list[dict[str, Any]]) -> None:
+        self._store.set(self._key(f"endings/{node}"), json.dumps(endings))
+
+    def handed_in(self, lost: set[int]) -> dict[int, list[dict[str, Any]]] | None:
+        """How the ranks of all nodes ended; None while one that is not lost has not said it."""
+        there = {node for node in range(self._nodes) if self._store.check([self._key(f"endings/{node}")])}
+        if len(there | lost) < self._nodes:
+            return None
+        return {node: json.loads(self._store.get(self._key(f"endings/{node}"))) for node in sorted(there)}

@@ -1,0 +1,242 @@
+"""Runs on several nodes: they meet, or say why not; they fail together, with one cause; nobody is stuck."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from phalanx.testing import Node, VirtualNodes, virtual_nodes
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
+
+SUM = """
+import os, sys, time, torch, torch.distributed as dist, phalanx as px
+with px.init() as world:
+    total = torch.tensor([float(world.rank)])
+    dist.all_reduce(total)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    place = [world.rank, world.size, world.local_rank, world.local_size, world.node]
+    print("place", *place, attempt, total.item(), flush=True)
+    what, who = (sys.argv[1:] + ["", ""])[:2]
+    if what == "raise" and world.rank == int(who):
+        raise ValueError("on purpose")
+    if what == "die once" and world.rank == int(who) and attempt == "0":
+        os.kill(os.getpid(), 9)
+    for step in range(int(who) if what == "steps" else 0):
+        dist.all_reduce(total)
+        time.sleep(0.1)
+    dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[VirtualNodes]:
+    """For tests that leave the nodes as they were. Names stand for loopback, as Debian has it."""
+    with virtual_nodes(2, loopback_names=True) as nodes:
+        yield nodes
+
+
+def agent(node: Node, place: Path, rank: int, flags: Sequence[str], script: Sequence[str]) -> subprocess.Popen[str]:
+    directory = place / f"at-{rank}"
+    directory.mkdir(exist_ok=True)
+    (directory / "train.py").write_text(SUM)
+    command = [sys.executable, "-m", "phalanx", "run", "--node-rank", str(rank), *flags, "train.py", *script]
+    return node.start(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+
+
+def at(nodes: VirtualNodes, port: int = 29500, count: int = 2) -> list[str]:
+    return ["--nnodes", str(count), "--master-addr", nodes[0].address, "--master-port", str(port)]
+
+
+def start_all(nodes: VirtualNodes, place: Path, sizes: Sequence[int], *script: str, flags: Sequence[str] = ()):
+    return [
+        agent(node, place, rank, [*at(nodes), "--nproc-per-node", str(size), *flags], script)
+        for rank, (node, size) in enumerate(zip(nodes, sizes, strict=True))
+    ]
+
+
+def ends(agents: Sequence[subprocess.Popen[str]], timeout: float = 60.0) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each."""
+    found = []
+    for each in agents:
+        out, err = each.communicate(timeout=timeout)
+        found.append((each.returncode, out, err))
+    return found
+
+
+def places(outputs: Sequence[tuple[int, str, str]], attempt: int = 0) -> list[list[str]]:
+    lines = [line for _, out, _ in outputs for line in re.findall(rf"place (\d+ \d+ \d+ \d+ \d+ {attempt} \S+)", out)]
+    return sorted(line.split() for line in lines)
+
+
+def await_line(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended without saying {text!r}")
+
+
+# ---- meeting
+
+
+def test_nodes_of_different_size(pair: VirtualNodes, tmp_path: Path) -> None:
+    outputs = ends(start_all(pair, tmp_path, [2, 1]))
+    assert [code for code, _, _ in outputs] == [0, 0], outputs
+    assert places(outputs) == [
+        ["0", "3", "0", "2", "0", "0", "3.0"],
+        ["1", "3", "1", "2", "0", "0", "3.0"],
+        ["2", "3", "0", "1", "1", "0", "3.0"],
+    ]
+    for _, _, err in outputs:
+        assert "timed out" not in err
+        assert "Exception" not in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank", "text"),
+    [
+        (["--master-addr", "nowhere.invalid"], 1, "the master's name 'nowhere.invalid' cannot be resolved"),
+        (["--master-addr", "node0"], 0, "stands for 127.0.1.1, which other machines cannot reach"),
+        (["--master-addr", "203.0.113.7"], 0, "no network of this machine leads to 203.0.113.7"),
+        (["--master-addr", "127.0.0.1"], 1, "needs --master-addr"),
+        (["--interface", "eth9"], 1, "--interface eth9 does not exist or has no address; there are lo, eth0"),
+        (["--rdzv-timeout", "1"], 1, "nobody listens there"),
+        (["--rdzv-timeout", "2"], 0, "after 2 s node 1 of 2 has not come"),
+    ],
+    ids=["name", "loopback", "unroutable", "no address", "interface", "nobody there", "alone"],
+)
+def test_why_they_do_not_meet(flags: list[str], rank: int, text: str, pair: VirtualNodes, tmp_path: Path) -> None:
+    """Each within seconds, in a sentence."""
+    ((code, out, err),) = ends([agent(pair[rank], tmp_path, rank, [*at(pair), *flags], [])], 20)
+    assert code != 0
+    assert text in err
+    assert "Traceback" not in err
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "text"),
+    [
+        ((0, 0), ([], []), "port 29500 is taken by"),
+        (
+            (0, 1),
+            ([], ["--max-restarts", "3"]),
+            r"has --max-restarts \d, but node \d \(host node\d, .*\) has \d; give all",
+        ),
+        ((0, 1), ([], ["--rdzv-id", "other"]), "another run uses this port"),
+    ],
+    ids=["rank twice", "restarts", "another run"],
+)
+def test_nodes_that_do_not_belong_together(
+    ranks: tuple[int, int], flags: tuple[list[str], list[str]], text: str, pair: VirtualNodes, tmp_path: Path
+) -> None:
+    if ranks == (0, 0):  # on one machine, for a second one cannot have the address
+        first = agent(pair[0], tmp_path, 0, [*at(pair), "--rdzv-timeout", "8"], [])
+        time.sleep(2)
+        second = agent(pair[0], tmp_path, 0, at(pair), [])
+        assert re.search(text, second.communicate(timeout=30)[1])
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=30)
+        return
+    agents = [
+        agent(pair[rank], tmp_path, rank, [*at(pair), *more], []) for rank, more in zip(ranks, flags, strict=True)
+    ]
+    for code, _, err in ends(agents):
+        assert code != 0
+        assert re.search(text, err), err
+
+
+# ---- failing together
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_one_cause_on_every_console(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
+    outputs = ends(start_all(pair, tmp_path, [2, 1], "raise", str(who)))
+    host = "node0" if who == 0 else "node1"
+    others = [rank for rank in range(3) if rank != who]
+    for code, _, err in outputs:
+        assert code == 1
+        assert f"phalanx: rank {who} failed: ValueError: on purpose" in err
+        assert f"rank {who} of 3, host {host}, pid" in err
+        assert 'raise ValueError("on purpose")' in err
+        assert f"ranks {others[0]}, {others[1]} fell with it" in err
+    assert f"output: {host}:" in outputs[1 if who == 0 else 0][2], "the other console says where the log is"
+
+
+def test_all_restart_together(pair: VirtualNodes, tmp_path: Path) -> None:
+    outputs = ends(start_all(pair, tmp_path, [1, 1], "die once", "1", flags=["--max-restarts", "1"]))
+    for code, _, err in outputs:
+        assert code == 0, err
+        assert "rank 1 failed: SIGKILL" in err
+        assert "starting again, attempt 2 of 2" in err
+    assert [line[0] for line in places(outputs, attempt=1)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_on_one_node_stops_all(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
+    agents = start_all(pair, tmp_path, [1, 1], "steps", "600")
+    for each in agents:
+        await_line(each, "place")
+    agents[who].send_signal(signal.SIGINT)
+    outputs = ends(agents, 20)
+    assert outputs[who][0] == 130
+    assert "SIGINT: stopping the ranks" in outputs[who][2]
+    assert outputs[1 - who][0] == 1
+    assert f"node {who} (host node{who}) was stopped by SIGINT, and so are all others" in outputs[1 - who][2]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_killed_agent(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
+    agents = start_all(pair, tmp_path, [1, 1], "steps", "600")
+    for each in agents:
+        await_line(each, "place")
+    agents[who].kill()
+    started = time.monotonic()
+    agents[who].communicate(timeout=20)
+    code, _, err = ends([agents[1 - who]], 30)[0]
+    assert code == 1
+    assert f"node {who} (host node{who}, {pair[who].address}) is lost: " in err
+    assert time.monotonic() - started < 8
+
+
+def test_a_node_without_power(tmp_path: Path) -> None:
+    with virtual_nodes(2) as nodes:
+        agents = start_all(nodes, tmp_path, [1, 1], "steps", "600")
+        for each in agents:
+            await_line(each, "place")
+        nodes.stop(1)
+        (code, _, err), _ = ends(agents, 40)
+    assert code == 1
+    assert "node 1 (host node1" in err
+    assert "is lost: there has been no sign of life for 10 s" in err
+
+
+def test_a_link_that_is_cut(tmp_path: Path) -> None:
+    """For three seconds: they go on. For good: both end, and say why."""
+    with virtual_nodes(2) as nodes:
+        agents = start_all(nodes, tmp_path, [1, 1], "steps", "60")
+        for each in agents:
+            await_line(each, "place")
+        nodes.cut(1)
+        time.sleep(3)
+        nodes.restore(1)
+        assert [code for code, _, _ in ends(agents)] == [0, 0]
+
+        agents = start_all(nodes, tmp_path, [1, 1], "steps", "600")
+        for each in agents:
+            await_line(each, "place")
+        nodes.cut(1)
+        outputs = ends(agents, 60)
+    for rank, (code, _, err) in enumerate(outputs):
+        assert code == 1
+        assert f"node {1 - rank} (host node{1 - rank}" in err
+        assert "is lost" in err
