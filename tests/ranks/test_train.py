@@ -193,7 +193,7 @@ def test_the_line_and_the_files_of_a_run(phalanx: Runner, tmp_path: Path) -> Non
     for rank in range(3):
         events = [json.loads(line) for line in (directory / f"rank-{rank}.events.jsonl").read_text().splitlines()]
         assert [event["epoch"] for event in events if event["event"] == "epoch"] == [0, 1]
-        assert events[-1]["loss"] == rank + 1
+        assert events[-1]["values"] == {"loss": rank + 1}
         assert events[-1]["samples"] == 120
         page = status.read(directory / f"rank-{rank}.status")
         assert page is not None

@@ -258,12 +258,12 @@ def test_a_run_directory_gets_events_and_a_heartbeat(tmp_path: Path, monkeypatch
         assert found.phase == "compute"
         px.log(loss=x.mean())
     (event,) = [json.loads(line) for line in (tmp_path / "rank-0.events.jsonl").read_text().splitlines()]
-    assert {name: event[name] for name in ("event", "epoch", "step", "samples", "loss")} == {
+    assert {name: event[name] for name in ("event", "epoch", "step", "samples", "values")} == {
         "event": "epoch",
         "epoch": 2,
         "step": 3,
         "samples": 24,
-        "loss": 1.0,
+        "values": {"loss": 1.0},
     }
     assert 0 <= event["data"] <= event["seconds"]
     found = status.read(tmp_path / "rank-0.status")

@@ -54,21 +54,32 @@ class Board:
         self._world, self._number = world, number
 
     def publish(self, report: Report) -> None:
-        if self._store is not None:
+        if self._store is None:
+            return
+        import torch.distributed as dist
+
+        try:
             self._store.set(self._key(self._world.rank), json.dumps([self._number, asdict(report)]))
             if report.ended and not self._world.is_main:
                 self._store.set(self._end_key(self._world.rank), "yes")
+        except dist.DistError:  # whoever hosts it has ended: no reason to stop training, which may not need it
+            self._store = None
 
     def read(self, own: Report) -> dict[int, Report]:
         """The reports of all ranks that are in the same pass."""
         found = {self._world.rank: own}
         if self._store is None:
             return found
-        for rank in range(self._world.size):
-            if rank != self._world.rank and self._store.check([self._key(rank)]):
-                number, fields = json.loads(self._store.get(self._key(rank)))
-                if number == self._number:
-                    found[rank] = _report(fields)
+        import torch.distributed as dist
+
+        try:
+            for rank in range(self._world.size):
+                if rank != self._world.rank and self._store.check([self._key(rank)]):
+                    number, fields = json.loads(self._store.get(self._key(rank)))
+                    if number == self._number:
+                        found[rank] = _report(fields)
+        except dist.DistError:  # as above
+            self._store = None
         return found
 
     def await_ends(self) -> None:
@@ -80,7 +91,7 @@ class Board:
         others = [self._end_key(rank) for rank in range(1, self._world.size)]
         try:
             self._store.wait(others, _PATIENCE)
-        except dist.DistStoreError:
+        except dist.DistError:
             return  # one has left its loop, or is late: its last report has to do
         for key in others:
             self._store.delete_key(key)

@@ -164,7 +164,7 @@ class _Watch:
         self._board.publish(report)
         if self._events is not None:
             means = {name: total / count for name, (total, count) in report.logged.items()}
-            self._events.write("epoch" if report.ended else "progress", **_fields(report), **means)
+            self._events.write("epoch" if report.ended else "progress", **_fields(report), values=means)
         if self._line is not None and (report.ended or now >= self._show_at):
             self._show(self._line, now)
 
