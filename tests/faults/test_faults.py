@@ -276,8 +276,8 @@ def test_workers_get_time_to_clean_up_after_ctrl_c(script, tmp_path: Path) -> No
     name = script(
         HEADER
         + """
-print("up", flush=True)
 try:
+    print("up", flush=True)  # inside: the signal may come right after it
     time.sleep(60)
 except KeyboardInterrupt:
     time.sleep(0.5)

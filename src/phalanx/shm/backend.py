@@ -1,6 +1,6 @@
-"""The process group `shm`: what torch.distributed calls, handed to `Collectives` in the right order.
+"""The process group `shm`: what torch.distributed calls, handed to `Collectives` or `AcrossNodes` in the right order.
 
-send and recv go by `Messages`; sparse tensors, which are rare, by a gloo group inside.
+send and recv go by `Messages` within a node; sparse tensors, which are rare, by a gloo group inside.
 """
 
 # torch names the parameters of these methods in one way in its stubs and calls them by position.
@@ -15,20 +15,25 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.shm import monitored
+from phalanx import join
+from phalanx.shm import monitored, rails
 from phalanx.shm.collectives import Collectives
 from phalanx.shm.failures import Names
 from phalanx.shm.lane import Finished, Lane
 from phalanx.shm.messages import Messages
+from phalanx.shm.nodes import sort_into_nodes
 from phalanx.shm.segment import Segment
 from phalanx.shm.tensors import is_in_one_piece
+
+if TYPE_CHECKING:
+    from phalanx.shm.across import AcrossNodes
 
 _FINISHED = Finished()
 _UNSET = c10d.AllreduceOptions().timeout
@@ -37,7 +42,7 @@ _Options = Any
 
 
 class ShmGroup(dist.ProcessGroup):
-    """Ranks of one machine that share memory."""
+    """Ranks that share memory on each node, and gloo between nodes if they are on several."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, size)
@@ -45,21 +50,30 @@ class ShmGroup(dist.ProcessGroup):
         # torch may give two groups without a common rank the same name, and so the same store.
         store = dist.PrefixStore(",".join(map(str, ranks)), store)
         self._names = Names(name, ranks, seconds)
-        self._messages = Messages(rank, self._names)
+        messages = Messages(rank, self._names)
         shared = dist.PrefixStore("shm", store)
-        self._segment = Segment(shared, rank, size, seconds, self._names, self._messages.address)
-        self._messages.meet([claim.note for claim in self._segment.claims], self._segment.pidfds)
-        self._collectives = Collectives(self._segment, rank, size, seconds)
+        claims = join.sign_in(shared, rank, size, seconds, note=messages.address)
+        self._names.pids = tuple(claim.pid for claim in claims)
+        nodes = sort_into_nodes([claim.machine for claim in claims], rank)
+        address = rails.LOOPBACK if nodes.count == 1 else rails.own_address(store, [claim.host for claim in claims])
+        self._add_gloo(dist.PrefixStore("gloo", store), rank, size, timeout, address)
+        if nodes.count == 1:
+            segment = Segment(shared, claims, rank, seconds, self._names)
+            messages.meet([claim.note for claim in claims], segment.pidfds)
+            self._messages: Messages | rails.Letters = messages
+            self._collectives: Collectives | AcrossNodes = Collectives(segment, rank, size, seconds)
+        else:
+            from phalanx.shm.across import AcrossNodes
+
+            messages.close("the group is on several nodes.")
+            self._messages = rails.Letters(self._gloo, self._names)
+            self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
         self._lane = Lane(name)
         self._store, self._monitored = store, itertools.count()
-        self._add_gloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         _living.add(self)
 
-    def _add_gloo(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timeout
-        options._devices = [_gloo_device()]
-        inner = dist.ProcessGroupGloo(store, rank, size, options)
+    def _add_gloo(self, store: Any, rank: int, size: int, timeout: timedelta, address: str) -> None:
+        inner = rails.gloo_group(store, rank, size, timeout, address, lazy=True)
         inner._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, inner)
@@ -237,19 +251,20 @@ class ShmGroup(dist.ProcessGroup):
         if not self._lane.closed:
             self._lane.close("the process group has been shut down.")
             self._messages.close("the process group has been shut down.")
-            self._segment.close()
+            self._collectives.close()
             super().shutdown()
 
     def abort(self) -> None:
         """Ends every wait of every rank in this group at once."""
         if not self._lane.closed:
-            self._segment.abort()
+            self._collectives.abort()
             self.shutdown()
 
     def _forked(self) -> None:
         self._lane = Lane(self._names.group)
         no_place = "this process was forked from a rank and has no place in the group; start it afresh."
         self._lane.closed = self._messages.closed = no_place
+        self._collectives.forked()
 
     # The names that torch before 2.13 calls.
     _allgather_base = all_gather_single
@@ -274,14 +289,3 @@ def _options(given: _Options, kind: type) -> _Options:
         options.reduceOp = given
         return options
     return given
-
-
-def _gloo_device() -> Any:
-    """One that connects two ranks when they first talk to each other, so that it costs nothing until then.
-
-    All ranks are on this machine, whatever its name resolves to.
-    """
-    try:
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
-    except TypeError:  # torch before 2.7 knows only how to connect all with all at once
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")

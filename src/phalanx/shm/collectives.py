@@ -1,7 +1,6 @@
 """The collectives of a group as plain functions of tensors: each blocks until it is done, and runs in shared memory.
 
-This is what a group of one node is made of, and the seam for groups of several: reduce_scatter here, gloo between the
-nodes, all_gather here.
+This is what a group of one node is made of. `AcrossNodes` has the same methods for several, and uses these within each.
 """
 
 from __future__ import annotations
@@ -13,10 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.errors import UsageError
 from phalanx.shm import native
 from phalanx.shm.segment import PATIENCE, Segment
-from phalanx.shm.tensors import REDUCE_NAMES, Staging, code_of, numbers_of, reduce_of, same
+from phalanx.shm.tensors import (
+    REDUCE_NAMES,
+    Staging,
+    check_blocks,
+    check_exchange,
+    code_of,
+    numbers_of,
+    reduce_of,
+    split,
+)
 
 _Where = dict[str, Any]
 
@@ -43,6 +50,15 @@ class Collectives:
             run()
         finally:
             self._timeout_ns = usual
+
+    def abort(self) -> None:
+        self._segment.abort()
+
+    def close(self) -> None:
+        self._segment.close()
+
+    def forked(self) -> None:
+        """In a child that this process has forked: there is nothing to give back."""
 
     # ---- one block
 
@@ -80,7 +96,7 @@ class Collectives:
     # ---- a block for each rank: in tensors of their own, or one after the other in one
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor) -> None:
-        self._check(outputs, tensor, "all_gather")
+        check_blocks(outputs, tensor, self._size, "all_gather")
         staging = Staging()
         block = staging.read(tensor)
         where: _Where = {"input": block.data_ptr()}
@@ -96,7 +112,7 @@ class Collectives:
         block = staging.read(tensor)
         where: _Where = {"input": block.data_ptr()}
         if self._rank == root:
-            self._check(outputs, tensor, "gather")
+            check_blocks(outputs, tensor, self._size, "gather")
             where["outputs"] = _pointers([staging.write(output) for output in outputs])
         self._move(native.GATHER, block, where, root)
         staging.finish()
@@ -106,13 +122,13 @@ class Collectives:
         block = staging.write(output)
         where: _Where = {"output": block.data_ptr()}
         if self._rank == root:
-            self._check(inputs, output, "scatter")
+            check_blocks(inputs, output, self._size, "scatter")
             where["inputs"] = _pointers([staging.read(tensor) for tensor in inputs])
         self._move(native.SCATTER, block, where, root)
         staging.finish()
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor] | Tensor, op: Any) -> None:
-        self._check(inputs, output, "reduce_scatter")
+        check_blocks(inputs, output, self._size, "reduce_scatter")
         staging = Staging()
         block = staging.write(output)
         where: _Where = {"output": block.data_ptr()}
@@ -124,11 +140,7 @@ class Collectives:
         staging.finish()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        if len(inputs) != self._size or len(outputs) != self._size:
-            raise UsageError(f"all_to_all got {len(inputs)} inputs and {len(outputs)} outputs for {self._size} ranks.")
-        kinds = {tensor.dtype for tensor in (*inputs, *outputs)}
-        if len(kinds) > 1:  # an output of smaller elements would be written past its end
-            raise UsageError(f"all_to_all got tensors of {', '.join(sorted(map(str, kinds)))}; give one type.")
+        check_exchange(outputs, inputs, self._size)
         staging = Staging()
         sources = [staging.read(tensor) for tensor in inputs]
         targets = [staging.write(tensor) for tensor in outputs]
@@ -152,7 +164,7 @@ class Collectives:
     ) -> None:
         staging = Staging()
         source, target = staging.read(tensor), staging.write(output)
-        self.all_to_all(_split(target, output_splits, self._size), _split(source, input_splits, self._size))
+        self.all_to_all(split(target, output_splits, self._size), split(source, input_splits, self._size))
         staging.finish()
 
     # ---- what they have in common
@@ -173,27 +185,6 @@ class Collectives:
         call.patience = PATIENCE
         self._segment.run(call)
 
-    def _check(self, blocks: Sequence[Tensor] | Tensor, like: Tensor, name: str) -> None:
-        if isinstance(blocks, Tensor):
-            if blocks.numel() != like.numel() * self._size or blocks.dtype != like.dtype:
-                raise UsageError(
-                    f"{name} got {blocks.dtype} of {blocks.numel()} elements beside {like.dtype} of {like.numel()}; "
-                    f"the first needs {self._size} times the second, and the same type."
-                )
-            return
-        if len(blocks) != self._size:
-            raise UsageError(f"{name} got {len(blocks)} tensors for {self._size} ranks; give one for each.")
-        same(blocks, like, name)
-
 
 def _pointers(tensors: Sequence[Tensor]) -> Any:
     return (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
-
-
-def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
-    """The blocks of a tensor in one piece; without sizes, equal ones."""
-    if sizes:
-        return tensor.split(list(sizes))
-    if tensor.dim() and tensor.size(0) % ranks:
-        raise UsageError(f"all_to_all_single got {tensor.size(0)} rows for {ranks} ranks; give split sizes.")
-    return tensor.view(-1).chunk(ranks) if tensor.numel() else [tensor] * ranks

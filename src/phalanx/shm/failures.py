@@ -43,39 +43,85 @@ class Names:
     """The number among all ranks of each rank of the group."""
     timeout: float
     pids: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    """Of each rank, where there are several nodes."""
+    number: int | None = None
+    """Of the collective that runs, where the library does not know it: it counts the steps within a node."""
 
     def __call__(self, rank: int) -> str:
         return f"rank {self.ranks[rank]}"
 
-    def those(self, ranks: Sequence[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(self.ranks[rank]) for rank in ranks)}"
+    def those(self, ranks: Sequence[int], joint: str = ", ") -> str:
+        return f"rank{'s' * (len(ranks) > 1)} {joint.join(str(self.ranks[rank]) for rank in ranks)}"
+
+    def process(self, rank: int) -> str:
+        host = f"host {self.hosts[rank]}, " if self.hosts else ""
+        return f"{self(rank)} ({host}pid {self.pids[rank]})"
+
+    def where(self, number: int | None = None) -> str:
+        return f"collective #{self.number if self.number is not None else number} of group '{self.group}'"
 
 
 def to_exception(failure: Failure, names: Names) -> Exception:
-    # The library's first one is the barrier that forms the group.
-    where = f"collective #{failure.number - 1} of group '{names.group}'"
-    finder = names(failure.finder)
+    number = failure.number - 1  # the library's first one is the barrier that forms the group
     if failure.kind == native.MISMATCH:
-        ours, theirs = failure.finders, failure.culprits
-        return CollectiveMismatch(
-            f"{names(failure.culprit)} called {_spell(theirs, ours, names)} where {finder} called "
-            f"{_spell(ours, theirs, names)}; {where}."
-        )
+        return mismatch(names, failure.finder, failure.finders, failure.culprit, failure.culprits, number)
     if failure.kind == native.SPLITS:
-        receiver = names(failure.receiver)
-        return CollectiveMismatch(
-            f"{names(failure.culprit)} sends {failure.sent} elements to {receiver} in all_to_all, "
-            f"where {receiver} expects {failure.expected}; {where}."
-        )
+        return splits(names, failure.culprit, failure.receiver, failure.sent, failure.expected, number)
     if failure.kind == native.LOST:
-        pid = names.pids[failure.culprit]
-        return PeerLost(f"{names(failure.culprit)} (pid {pid}) has ended without taking part in {where}.")
+        return lost(names, failure.culprit, number)
     if failure.kind == native.LEFT:
-        return PeerLost(f"{names(failure.culprit)} has left the group and never comes to {where}.")
+        return left(names, failure.culprit, number)
     if failure.kind == native.TIMEOUT:
-        missing = names.those(failure.missing_ranks())
-        return CollectiveTimeout(f"the timeout of {names.timeout:g} s is over: {finder} waited for {missing}; {where}.")
-    return CollectiveAborted(f"{finder} aborted the group; {where}.")
+        return timed_out(names, failure.finder, failure.missing_ranks(), number)
+    return aborted(names, failure.finder, number)
+
+
+def mismatch(
+    names: Names, finder: int, ours: Signature, culprit: int, theirs: Signature, number: int | None = None
+) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        f"{names(culprit)} called {_spell(theirs, ours, names)} where {names(finder)} called "
+        f"{_spell(ours, theirs, names)}; {names.where(number)}."
+    )
+
+
+def splits(
+    names: Names, sender: int, receiver: int, sent: int, expected: int, number: int | None = None
+) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        f"{names(sender)} sends {sent} elements to {names(receiver)} in all_to_all, "
+        f"where {names(receiver)} expects {expected}; {names.where(number)}."
+    )
+
+
+def lost(names: Names, rank: int, number: int | None = None) -> PeerLost:
+    return PeerLost(f"{names.process(rank)} has ended without taking part in {names.where(number)}.")
+
+
+def unreachable(names: Names, rank: int, why: str) -> PeerLost:
+    return PeerLost(f"{names.process(rank)} has ended or cannot be reached in {names.where()}: {why}")
+
+
+def left(names: Names, rank: int, number: int | None = None) -> PeerLost:
+    return PeerLost(f"{names(rank)} has left the group and never comes to {names.where(number)}.")
+
+
+def timed_out(names: Names, finder: int, missing: Sequence[int], number: int | None = None) -> CollectiveTimeout:
+    return CollectiveTimeout(
+        f"the timeout of {names.timeout:g} s is over: {names(finder)} waited for {names.those(missing)}; "
+        f"{names.where(number)}."
+    )
+
+
+def aborted(names: Names, finder: int, number: int | None = None) -> CollectiveAborted:
+    return CollectiveAborted(f"{names(finder)} aborted the group; {names.where(number)}.")
+
+
+def by_name(kind: str, text: str) -> Exception:
+    """The exception that another process has described."""
+    kinds = {found.__name__: found for found in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted)}
+    return kinds[kind](text)
 
 
 def _spell(call: Signature, other: Signature, names: Names) -> str:

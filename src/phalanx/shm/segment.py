@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import mmap
 import os
+import time
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from phalanx import join
@@ -25,6 +27,8 @@ _ALL_SLOTS = 16 << 20
 """What the slots of all ranks should hold together: about what a shared cache does."""
 PATIENCE = 200
 """Microseconds for which a wait yields the core before it sleeps."""
+_SLICE = 2.0
+"""Seconds after which a wait for the first rank looks whether it is alive."""
 
 
 def why_not_here() -> str | None:
@@ -43,8 +47,9 @@ def why_not_here() -> str | None:
 class Segment:
     """A group's shared memory, mapped, with this rank's native handle on it."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, names: Names, note: str) -> None:
-        """``note`` is for the others to read in `claims`."""
+    def __init__(self, store: Any, claims: Sequence[Claim], rank: int, timeout: float, names: Names) -> None:
+        """``claims`` are those of its ranks, in order, all on this machine; ``rank`` is this one's place among them."""
+        size = len(claims)
         if size > native.MAX_RANKS:
             raise UsageError(f"backend 'shm' takes at most {native.MAX_RANKS} ranks, not {size}; use gloo.")
         self._lib = native.library()
@@ -59,11 +64,8 @@ class Segment:
                 self._map(fd)
                 self._lib.phx_format(self._base, size, slot)
                 store.set("segment", str(fd))
-            self.claims = claims = join.sign_in(store, rank, size, timeout, note=note)
-            _check_one_machine(claims)
-            names.pids = tuple(claim.pid for claim in claims)
-            if rank != 0:
-                fd = _open(claims[0], int(store.get("segment")))
+            else:
+                fd = _open(claims[0], _await_file(store, claims[0], timeout))
                 stack.callback(os.close, fd)
                 self._map(fd)
             self.pidfds = pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
@@ -97,6 +99,12 @@ class Segment:
         self._lib.phx_get_failure(self.handle, ctypes.byref(record))
         return failures.to_exception(record, self._names)
 
+    @property
+    def has_failed(self) -> bool:
+        record = native.Failure()
+        self._lib.phx_get_failure(self.handle, ctypes.byref(record))
+        return record.kind != native.NO_FAILURE
+
     def abort(self) -> None:
         """Ends every wait in the group, on every rank; the group is of no use afterwards."""
         self._lib.phx_abort(self.handle)
@@ -116,12 +124,15 @@ def _leave(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None
             os.close(fd)
 
 
-def _check_one_machine(claims: tuple[Claim, ...]) -> None:
-    elsewhere = [claim for claim in claims if claim.machine != claims[0].machine]
-    if elsewhere:
-        raise UsageError(
-            f"backend 'shm' is for one node, but {claims[0]} and {elsewhere[0]} are on two; use gloo between nodes."
-        )
+def _await_file(store: Any, owner: Claim, timeout: float) -> int:
+    """The owner's descriptor of the file, which it has made or is about to make."""
+    deadline = time.monotonic() + timeout
+    while not join.wait_for(store, "segment", _SLICE):
+        if owner.has_died:
+            raise PeerLost(f"{owner} ended while the group was being formed.")
+        if time.monotonic() > deadline:
+            raise JoinError(f"{owner} has not made the memory of the group within {timeout:g} s.")
+    return int(store.get("segment"))
 
 
 def _open(owner: Claim, fd: int) -> int:

@@ -63,13 +63,39 @@ def numbers_of(tensor: Tensor, reduce: int, name: str) -> tuple[int, int, int]:
     return code, width, count
 
 
-def same(tensors: Sequence[Tensor], like: Tensor, name: str) -> None:
-    """Every block of a collective has the size and type of the others."""
-    for tensor in tensors:
+def check_blocks(blocks: Sequence[Tensor] | Tensor, like: Tensor, ranks: int, name: str) -> None:
+    """There is a block for each rank, and every one has the size and type of the others."""
+    if isinstance(blocks, Tensor):
+        if blocks.numel() != like.numel() * ranks or blocks.dtype != like.dtype:
+            raise UsageError(
+                f"{name} got {blocks.dtype} of {blocks.numel()} elements beside {like.dtype} of {like.numel()}; "
+                f"the first needs {ranks} times the second, and the same type."
+            )
+        return
+    if len(blocks) != ranks:
+        raise UsageError(f"{name} got {len(blocks)} tensors for {ranks} ranks; give one for each.")
+    for tensor in blocks:
         if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
             raise UsageError(
                 f"{name} got a {_describe(tensor)} beside a {_describe(like)}; all blocks need one size and type."
             )
+
+
+def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], ranks: int) -> None:
+    if len(inputs) != ranks or len(outputs) != ranks:
+        raise UsageError(f"all_to_all got {len(inputs)} inputs and {len(outputs)} outputs for {ranks} ranks.")
+    kinds = {tensor.dtype for tensor in (*inputs, *outputs)}
+    if len(kinds) > 1:  # an output of smaller elements would be written past its end
+        raise UsageError(f"all_to_all got tensors of {', '.join(sorted(map(str, kinds)))}; give one type.")
+
+
+def split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    """The blocks of a tensor in one piece; without sizes, equal ones."""
+    if sizes:
+        return tensor.split(list(sizes))
+    if tensor.dim() and tensor.size(0) % ranks:
+        raise UsageError(f"all_to_all_single got {tensor.size(0)} rows for {ranks} ranks; give split sizes.")
+    return tensor.view(-1).chunk(ranks) if tensor.numel() else [tensor] * ranks
 
 
 def _describe(tensor: Tensor) -> str:

@@ -1,0 +1,251 @@
+"""The collectives of a group whose ranks are on several nodes: the same methods as `Collectives` has for one.
+
+Small blocks are added up in the memory of each node, sent by its leader to the other leaders, and spread in memory. For
+large ones every rank of a node adds up a part and has a gloo group of its own, a rail, with the ranks at the same place
+on the other nodes: the network carries every byte once for each node, not once for each rank. What is rare goes
+from rank to rank by gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.join import Claim
+from phalanx.shm import arithmetic, failures, native
+from phalanx.shm.arithmetic import Reduction
+from phalanx.shm.blocks import as_bytes, flat, memory, read, real, size_of, typed, write
+from phalanx.shm.failures import Names
+from phalanx.shm.large import Large
+from phalanx.shm.native import Signature
+from phalanx.shm.nodes import Nodes
+from phalanx.shm.passage import Passage
+from phalanx.shm.rails import NEVER
+from phalanx.shm.tensors import (
+    Staging,
+    check_blocks,
+    check_exchange,
+    code_of,
+    is_in_one_piece,
+    numbers_of,
+    reduce_of,
+    split,
+)
+
+
+class AcrossNodes:
+    """One at a time: whoever calls sees to that."""
+
+    def __init__(
+        self,
+        store: Any,
+        nodes: Nodes,
+        claims: Sequence[Claim],
+        timeout: timedelta,
+        names: Names,
+        address: str,
+        gloo: Any,
+    ) -> None:
+        """``gloo`` is a group of all ranks."""
+        self._nodes, self._names, self._gloo = nodes, names, gloo
+        self._rank, self._size = nodes.rank, len(claims)
+        self._passage = passage = Passage(store, nodes, claims, timeout, names, address, gloo)
+        self._local, self._large = passage.local, Large(passage)
+        self.prepared: dict[Any, native.Call] = {}
+        """Always empty: beside the network the making of a call is nothing."""
+        self.set_timeout, self.within = passage.set_timeout, passage.within
+        self.abort, self.close, self.forked = passage.abort, passage.close, passage.forked
+
+    def repeat(self, call: native.Call, tensor: Tensor) -> None:
+        raise AssertionError("nothing is prepared")
+
+    # ---- reductions
+
+    def all_reduce(self, tensor: Tensor, op: Any) -> None:
+        staging = Staging()
+        block = flat(staging.update(tensor))
+        signature, reduction = self._reduction(native.ALL_REDUCE, block, op)
+        with self._passage.collective(signature):
+            self._reduce_everywhere(signature, real(block), reduction)
+        staging.finish()
+
+    def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
+        block = flat(tensor).clone()  # only the root's tensor changes
+        signature, reduction = self._reduction(native.REDUCE, block, op, root)
+        with self._passage.collective(signature):
+            self._reduce_everywhere(signature, real(block), reduction)
+        if self._rank == root:
+            tensor.detach().copy_(block.view(tensor.shape))
+
+    def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor] | Tensor, op: Any) -> None:
+        check_blocks(inputs, output, self._size, "reduce_scatter")
+        whole = torch.cat([flat(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)])
+        signature, reduction = self._reduction(native.REDUCE_SCATTER, whole[: output.numel()], op)
+        with self._passage.collective(signature):
+            self._reduce_everywhere(signature, real(whole), reduction)
+        output.detach().copy_(whole.view(self._size, output.numel())[self._rank].view(output.shape))
+
+    def _reduction(self, op: int, block: Tensor, reduce_op: Any, root: int = -1) -> tuple[Signature, Reduction]:
+        reduce, factor = reduce_of(reduce_op)
+        code, _, count = numbers_of(block, reduce, native.OPS[op])
+        signature = Signature(op=op, reduce=reduce, factor=factor, dtype=code, root=root, count=count)
+        return signature, arithmetic.plan(reduce, factor, block.dtype, self._size)
+
+    def _reduce_everywhere(self, signature: Signature, block: Tensor, reduction: Reduction) -> None:
+        if size_of(block) > self._nodes.small_bytes:
+            self._passage.agree_all(signature)
+            self._large.reduce(block, reduction)
+            return
+        self._local.reduce(block, reduction.within, 0)
+        if self._nodes.is_leader:
+            brought = self._passage.agree(signature, memory(block))
+            if block.numel():
+                block.copy_(arithmetic.combine([read(data, block.dtype) for data in brought], reduction.between))
+                arithmetic.divide(block, reduction.divisor)
+        self._local.broadcast(block, 0)
+
+    # ---- one block
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        staging = Staging()
+        block = flat(staging.update(tensor))
+        signature = Signature(op=native.BROADCAST, dtype=code_of(block)[0], root=root, count=block.numel())
+        with self._passage.collective(signature):
+            self._broadcast(signature, block, self._nodes.node_of(root), self._nodes.place_of(root))
+        staging.finish()
+
+    def _broadcast(self, signature: Signature, block: Tensor, origin: int, place: int) -> None:
+        if size_of(block) > self._nodes.small_bytes:
+            self._passage.agree_all(signature)
+            blocks = [block if node == origin else None for node in range(self._nodes.count)]
+            self._large.spread(blocks, lambda piece: self._local.broadcast(piece, place))
+            return
+        is_here = origin == self._nodes.here
+        if is_here:
+            self._local.broadcast(block, place)
+        if self._nodes.is_leader:
+            brought = self._passage.agree(signature, memory(block) if is_here else b"")
+            write(block, brought[origin])
+        self._local.broadcast(block, 0)  # on the root's node, too: it is the word that all agree
+
+    def barrier(self) -> None:
+        signature = Signature(op=native.BARRIER, root=-1)
+        with self._passage.collective(signature):
+            self._passage.agree_all(signature)
+
+    # ---- a block for each rank
+
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor) -> None:
+        check_blocks(outputs, tensor, self._size, "all_gather")
+        block = flat(tensor)
+        in_order = self._nodes.order == tuple(range(self._size))
+        if isinstance(outputs, Tensor) and in_order and is_in_one_piece(outputs):
+            in_place, whole = True, as_bytes(flat(outputs))
+        else:
+            in_place, whole = False, torch.empty(size_of(block) * self._size, dtype=torch.uint8)
+        signature = Signature(op=native.ALL_GATHER, dtype=code_of(block)[0], root=-1, count=block.numel())
+        with self._passage.collective(signature):
+            rows = self._collect(signature, as_bytes(block), whole)
+        if in_place:
+            return
+        if isinstance(outputs, Tensor):
+            ordered = rows[torch.tensor(self._nodes.order).argsort()].flatten()
+            outputs.detach().copy_(typed(ordered, tensor.dtype).view(outputs.shape))
+            return
+        for row, rank in zip(rows, self._nodes.order, strict=True):
+            outputs[rank].detach().copy_(typed(row, tensor.dtype).view(outputs[rank].shape))
+
+    def _collect(self, signature: Signature, mine: Tensor, whole: Tensor) -> Tensor:
+        """The bytes of all ranks in ``whole``, a row for each, node by node."""
+        count = mine.numel()
+        regions = [whole[self._nodes.region(node, count)] for node in range(self._nodes.count)]
+        self._local.all_gather(regions[self._nodes.here], mine)
+        if whole.numel() > self._nodes.small_bytes:
+            self._passage.agree_all(signature)
+            self._large.spread(regions)
+            return whole.view(self._size, count)
+        if self._nodes.is_leader:
+            brought = self._passage.agree(signature, memory(regions[self._nodes.here]))
+            for region, data in zip(regions, brought, strict=True):
+                write(region, data)
+        self._local.broadcast(whole, 0)
+        return whole.view(self._size, count)
+
+    # ---- from rank to rank
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+        staging = Staging()
+        block, targets = flat(tensor), []
+        if self._rank == root:
+            check_blocks(outputs, tensor, self._size, "gather")
+            targets = [[as_bytes(flat(staging.write(output))) for output in outputs]]
+        options = c10d.GatherOptions()
+        options.rootRank, options.timeout = root, NEVER
+        signature = Signature(op=native.GATHER, dtype=code_of(block)[0], root=root, count=block.numel())
+        with self._passage.collective(signature):
+            self._passage.agree_all(signature)
+            if block.numel():
+                self._wait(self._gloo.gather(targets, [as_bytes(block)], options))
+        staging.finish()
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
+        staging = Staging()
+        block, sources = flat(staging.write(output)), []
+        if self._rank == root:
+            check_blocks(inputs, output, self._size, "scatter")
+            sources = [[as_bytes(flat(tensor)) for tensor in inputs]]
+        options = c10d.ScatterOptions()
+        options.rootRank, options.timeout = root, NEVER
+        signature = Signature(op=native.SCATTER, dtype=code_of(block)[0], root=root, count=block.numel())
+        with self._passage.collective(signature):
+            self._passage.agree_all(signature)
+            if block.numel():
+                self._wait(self._gloo.scatter([as_bytes(block)], sources, options))
+        staging.finish()
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        check_exchange(outputs, inputs, self._size)
+        staging = Staging()
+        targets = [flat(staging.write(tensor)) for tensor in outputs]
+        source = torch.cat([as_bytes(flat(tensor)) for tensor in inputs])
+        signature = Signature(op=native.ALL_TO_ALL, dtype=code_of(targets[0])[0], root=-1)
+        sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
+        width = outputs[0].itemsize
+        splits = [width * count for count in receives], [width * count for count in sends]
+        target = torch.empty(sum(splits[0]), dtype=torch.uint8)
+        with self._passage.collective(signature):
+            if self._compare_splits(signature, sends, receives):
+                options = c10d.AllToAllOptions()
+                options.timeout = NEVER
+                self._wait(self._gloo.alltoall_base(target, source, *splits, options))
+        for output, data in zip(targets, target.split(splits[0]), strict=True):
+            output.copy_(typed(data, output.dtype))
+        staging.finish()
+
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> None:
+        staging = Staging()
+        source, target = staging.read(tensor).detach(), staging.write(output).detach()
+        self.all_to_all(split(target, output_splits, self._size), split(source, input_splits, self._size))
+        staging.finish()
+
+    def _compare_splits(self, signature: Signature, sends: list[int], receives: list[int]) -> bool:
+        """What a rank sends must be what is expected from it; everybody looks at all pairs. False if it is nothing."""
+        mine = as_bytes(torch.tensor([sends, receives]).flatten())
+        rows = self._collect(signature, mine, torch.empty(mine.numel() * self._size, dtype=torch.uint8))
+        tables = {rank: row.view(torch.int64).tolist() for rank, row in zip(self._nodes.order, rows, strict=True)}
+        for sender in range(self._size):
+            for receiver in range(self._size):
+                sent, expected = tables[sender][receiver], tables[receiver][self._size + sender]
+                if sent != expected:
+                    raise failures.splits(self._names, sender, receiver, sent, expected)
+        return any(map(any, tables.values()))
+
+    def _wait(self, work: Any) -> None:
+        self._passage.wait(work, [rank for rank in range(self._size) if rank != self._rank])

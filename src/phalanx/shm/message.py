@@ -1,0 +1,54 @@
+"""One message between two ranks: what is sent or received, and how it is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+
+from torch import Tensor
+
+from phalanx.shm.failures import CollectiveTimeout, Names
+from phalanx.shm.lane import Work
+from phalanx.shm.tensors import DTYPE_NAMES, Staging, code_of
+
+
+class Message(Work):
+    """A send or a receive that somebody can wait for."""
+
+    def __init__(self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names) -> None:
+        super().__init__([tensor])
+        self.peer, self.tag, self.received = peer, tag, received
+        self._staging, self._names = Staging(), names
+        block = self._staging.write(tensor) if received else self._staging.read(tensor)
+        self._block = block
+        self.code, width = code_of(block)
+        self.count = block.numel()
+        self.bytes = memoryview((ctypes.c_char * (self.count * width)).from_address(block.data_ptr())).cast("B")
+
+    def finish(self, peer: int) -> None:
+        self.peer = peer
+        if self.received:
+            self._staging.finish()
+        self.end(None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        given = timeout.total_seconds()
+        limit = given if given > 0 else self._names.timeout
+        try:
+            return super().wait(timedelta(seconds=limit))
+        except TimeoutError:
+            raise CollectiveTimeout(f"the timeout of {limit:g} s is over: {self}.") from None
+
+    def _source_rank(self) -> int:
+        """torch asks for it after a receive from anybody."""
+        assert self.peer is not None, "asked before it was received"
+        return self.peer
+
+    def __str__(self) -> str:
+        who = "any rank" if self.peer is None else self._names(self.peer)
+        what = f"{spell(self.code, self.count)} with tag {self.tag} in group '{self._names.group}'"
+        return f"{who} has not sent {what}" if self.received else f"{who} has not received {what}"
+
+
+def spell(code: int, count: int) -> str:
+    return f"{DTYPE_NAMES[code]}[{count}]"

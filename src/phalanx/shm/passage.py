@@ -1,0 +1,220 @@
+"""What all collectives across nodes have in common: they begin when all agree, and fail everywhere for one reason.
+
+A collective begins with its signature: the ranks of a node compare theirs in shared memory, the leaders of the nodes
+theirs over `Links`. So data moves by gloo only when every rank is there and wants the same.
+
+A failure: the first rank that meets one writes it to the store (`Alarm`), then aborts the shared memory of its node,
+which ends the waits of all ranks there at once; they read the cause in the store. Leaders tell each other as well, and
+whoever waits for the network looks around ten times a second. So every rank raises the same, wherever it waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.join import Claim
+from phalanx.shm import failures
+from phalanx.shm.alarm import Alarm
+from phalanx.shm.collectives import Collectives
+from phalanx.shm.failures import CollectiveAborted, Names, PeerLost
+from phalanx.shm.links import SLICE, Links
+from phalanx.shm.native import Signature
+from phalanx.shm.nodes import Nodes
+from phalanx.shm.rails import Rail, abandon, first_line, has_come
+from phalanx.shm.segment import Segment
+
+_SIGNATURE_BYTES = len(bytes(Signature()))
+_GRACE = 1.0
+"""Seconds beyond its timeout that a leader leaves to the node that is late: it can name the rank."""
+_LONGER = 3.0
+"""Seconds beyond the timeout that a rank waits for its leader, which knows better than to be named itself."""
+_FOR_THE_CAUSE = 1.0
+_STORE_INTERVAL = 0.5
+
+
+class _GlooFailed(Exception):
+    """What gloo says, which names no rank."""
+
+
+class Passage:
+    """A rank's place between the shared memory of its node and the network."""
+
+    def __init__(
+        self,
+        store: Any,
+        nodes: Nodes,
+        claims: Sequence[Claim],
+        timeout: timedelta,
+        names: Names,
+        address: str,
+        gloo: Any,
+    ) -> None:
+        self.nodes, self.names, self._gloo = nodes, names, gloo
+        seconds = timeout.total_seconds()
+        names.number = 0
+        names.hosts = tuple(claim.host for claim in claims)
+        here = [claims[rank] for rank in nodes.mates]
+        self._names_here = Names(names.group, [names.ranks[rank] for rank in nodes.mates], seconds, number=0)
+        self._names_here.pids = tuple(claim.pid for claim in here)
+        self._names_here.hosts = tuple(claim.host for claim in here)
+        within = dist.PrefixStore(f"node/{nodes.here}", store)
+        self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
+        self._entry = Collectives(self._segment, nodes.local, len(here), seconds)
+        self.local = Collectives(self._segment, nodes.local, len(here), seconds)
+        self._alarm = Alarm(store)
+        self._links = Links(store, nodes, address, seconds, names) if nodes.is_leader else None
+        self.rail = Rail(store, nodes, timeout, address, names) if nodes.has_rail else None
+        self._broken: Exception | None = None
+        self._looked = 0.0
+        self.set_timeout(seconds)
+
+    def set_timeout(self, seconds: float) -> None:
+        self._timeout = self._names_here.timeout = seconds
+        self._entry.set_timeout(seconds)
+        self.local.set_timeout(seconds + _LONGER)
+
+    def within(self, seconds: float, run: Callable[[], None]) -> None:
+        usual = self._timeout
+        self.set_timeout(seconds)
+        try:
+            run()
+        finally:
+            self.set_timeout(usual)
+
+    # ---- beginning
+
+    @contextlib.contextmanager
+    def collective(self, signature: Signature) -> Iterator[None]:
+        """All ranks of this node have come with the same signature; whatever fails inside fails for all."""
+        if self._broken is not None:
+            raise type(self._broken)(str(self._broken))
+        assert self.names.number is not None, "set when the group was made"
+        self.names.number += 1
+        self._names_here.number = self.names.number
+        try:
+            self._compare_here(signature)
+            yield
+        except (_GlooFailed, dist.DistBackendError) as error:
+            raise self._break(self._cause_of(error)) from None
+        except BaseException:
+            self._break(failures.aborted(self.names, self.nodes.rank))
+            raise
+
+    def _compare_here(self, signature: Signature) -> None:
+        mates = self.nodes.mates
+        if len(mates) == 1:
+            return
+        mine = torch.frombuffer(bytearray(signature), dtype=torch.uint8)
+        everyone = torch.empty(len(mates) * _SIGNATURE_BYTES, dtype=torch.uint8)
+        self._entry.all_gather(everyone, mine)
+        data = everyone.numpy().tobytes()
+        self._compare([data[i : i + _SIGNATURE_BYTES] for i in range(0, len(data), _SIGNATURE_BYTES)], mates)
+
+    def _compare(self, signatures: Sequence[bytes | bytearray | memoryview], ranks: Sequence[int]) -> None:
+        for rank, signature in zip(ranks, signatures, strict=True):
+            if signature != signatures[0]:
+                ours, theirs = (Signature.from_buffer_copy(found) for found in (signatures[0], signature))
+                raise failures.mismatch(self.names, ranks[0], ours, rank, theirs)
+
+    def agree(self, signature: Signature, payload: Any = b"") -> list[memoryview]:
+        """For leaders: all nodes have come with the same signature. Returns what each of them has brought."""
+        assert self._links is not None, "a leader has links"
+        word = bytearray(signature)
+        word += payload
+        words = [memoryview(w) for w in self._links.exchange(word, self._timeout + _GRACE, self._look)]
+        leaders = [self.nodes.leader_of(node) for node in range(self.nodes.count)]
+        self._compare([word[:_SIGNATURE_BYTES] for word in words], leaders)
+        return [word[_SIGNATURE_BYTES:] for word in words]
+
+    def agree_all(self, signature: Signature) -> None:
+        """For all ranks: returns when every rank of every node may move data."""
+        if self.nodes.is_leader:
+            self.agree(signature)
+        self.local.barrier()
+
+    # ---- waiting
+
+    def wait(self, work: dist.Work, peers: Sequence[int]) -> None:
+        """For something that is on its way by gloo, to or from ``peers``."""
+        deadline = time.monotonic() + self._timeout + _GRACE
+        while not self._has_come(work):
+            self._look()
+            if time.monotonic() > deadline:
+                raise failures.timed_out(self.names, self.nodes.rank, peers)
+
+    def _has_come(self, work: dist.Work) -> bool:
+        try:
+            return has_come(work, SLICE)
+        except RuntimeError as error:
+            raise _GlooFailed(first_line(error)) from None
+
+    def _look(self) -> None:
+        """Raises what is known to have failed elsewhere."""
+        if self._segment.has_failed:
+            raise self._segment.failure()
+        if self._links is not None:
+            self._links.look()
+        now = time.monotonic()
+        if now - self._looked > _STORE_INTERVAL:
+            self._looked = now
+            cause = self._alarm.cause()
+            if cause is not None:
+                raise cause
+
+    # ---- failing
+
+    def _cause_of(self, error: Exception) -> Exception:
+        if not isinstance(error, (_GlooFailed, CollectiveAborted)):
+            return error
+        # Somebody here has ended our wait, or gloo has: the one that knows why says so in the store.
+        known = self._alarm.cause(_FOR_THE_CAUSE)
+        if known is not None:
+            return known
+        return self._explain(error) if isinstance(error, _GlooFailed) else error
+
+    def _explain(self, error: _GlooFailed) -> PeerLost:
+        """From an error of gloo to one that names the rank, as well as can be known."""
+        suspects = self._links.ended() if self._links is not None else []
+        suspects = suspects or list(self.nodes.rail_peers if self.nodes.has_rail else ())
+        if len(suspects) == 1:
+            return failures.unreachable(self.names, suspects[0], str(error))
+        who = self.names.those(suspects, " or ")
+        return PeerLost(f"{who} has ended or cannot be reached in {self.names.where()}: {error}")
+
+    def _break(self, error: Exception) -> Exception:
+        """Fails the group on all ranks. Returns the cause, which is another error if that was first."""
+        cause = self._alarm.raise_with(error)
+        self._broken = cause
+        self._segment.abort()
+        if self._links is not None:
+            self._links.tell(cause)
+        return cause
+
+    def abort(self) -> None:
+        """From any thread: whoever waits notices."""
+        self._alarm.raise_with(failures.aborted(self.names, self.nodes.rank))
+        self._segment.abort()
+
+    # ---- leaving
+
+    def close(self) -> None:
+        if self._segment.has_failed and self._broken is None:
+            self._break(self._alarm.cause() or self._segment.failure())
+        if self._links is not None:
+            self._links.close()
+        if self._broken is not None:
+            for gloo in (self._gloo, self.rail.gloo if self.rail is not None else None):
+                abandon(gloo)
+        self.rail = None
+        self._segment.close()
+
+    def forked(self) -> None:
+        if self._links is not None:
+            self._links.drop()

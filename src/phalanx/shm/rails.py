@@ -1,0 +1,213 @@
+"""gloo between the nodes: over which address, with which ranks, and how to wait for it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.errors import JoinError, UsageError
+from phalanx.shm import arithmetic
+from phalanx.shm.arithmetic import Reduction
+from phalanx.shm.failures import CollectiveTimeout, Names, PeerLost
+from phalanx.shm.nodes import Nodes
+from phalanx.shm.tensors import Staging
+
+LOOPBACK = "127.0.0.1"
+NEVER = timedelta(days=1)
+"""gloo's own timeout, once it is connected: we watch the time, and know whom to name."""
+
+
+def own_address(store: Any, hosts: Collection[str]) -> str:
+    """The address by which the other nodes reach this one."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if interface:
+        return _address_of(interface)
+    for address in (_address_towards(store), _address_of_host()):
+        if address and (len(set(hosts)) == 1 or not address.startswith("127.")):
+            return address
+    raise JoinError(
+        f"host {socket.gethostname()} does not know by which address other nodes reach it; "
+        "set GLOO_SOCKET_IFNAME to its network interface."
+    )
+
+
+def _address_of(interface: str) -> str:
+    import psutil
+
+    found = {address.family: address.address for address in psutil.net_if_addrs().get(interface, ())}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        if family in found:
+            return found[family]
+    raise JoinError(f"GLOO_SOCKET_IFNAME is {interface!r}, but there is no such interface with an address.")
+
+
+def _address_towards(store: Any) -> str | None:
+    """The own end of the way to whoever serves the store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return None
+    try:
+        family, kind, *_, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing; the kernel only chooses the way
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def _address_of_host() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str, lazy: bool = False) -> Any:
+    """``lazy``: two ranks connect when they first talk to each other, so that it costs nothing until then."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
+    options._timeout = timeout
+    try:
+        device = dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)
+    except TypeError:  # torch before 2.7 knows only how to connect all with all at once
+        device = dist.ProcessGroupGloo.create_device(hostname=address)
+    options._devices = [device]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+@dataclass
+class Sent:
+    """Something on its way by gloo."""
+
+    work: dist.Work
+    then: Callable[[], None]
+    """What is left to do when it has come."""
+
+
+class Rail:
+    """gloo between the ranks that have the same place on their nodes. Everything begins at once and ends later."""
+
+    def __init__(self, store: Any, nodes: Nodes, timeout: timedelta, address: str, names: Names) -> None:
+        self._nodes = nodes
+        rail = dist.PrefixStore(f"rail/{nodes.local}", store)
+        try:
+            self.gloo = gloo_group(rail, nodes.here, nodes.count, timeout, address)
+        except RuntimeError as error:
+            raise JoinError(
+                f"gloo cannot connect {names.those([nodes.rank, *nodes.rail_peers])}: {first_line(error)}"
+            ) from None
+        self.gloo._set_default_timeout(NEVER)
+
+    def all_reduce(self, part: Tensor, reduction: Reduction) -> Sent:
+        native = arithmetic.by_gloo(part, reduction.between, self._nodes.count)
+        if native is None:
+            return self._gather_and_combine(part, reduction)
+        seen, options = native[0], c10d.AllreduceOptions()
+        options.reduceOp = native[1]
+        return Sent(self.gloo.allreduce([seen], options), lambda: arithmetic.divide(part, reduction.divisor))
+
+    def _gather_and_combine(self, part: Tensor, reduction: Reduction) -> Sent:
+        blocks = [torch.empty_like(part) for _ in range(self._nodes.count)]
+
+        def then() -> None:
+            part.copy_(arithmetic.combine(blocks, reduction.between))
+            arithmetic.divide(part, reduction.divisor)
+
+        views = [block.view(torch.uint8) for block in blocks]
+        return Sent(self.gloo.allgather([views], [part.view(torch.uint8)]), then)
+
+    def broadcast(self, part: Tensor, origin: int) -> Sent:
+        """``origin`` is a node."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = origin
+        return Sent(self.gloo.broadcast([part.view(torch.uint8)], options), lambda: None)
+
+
+def abandon(gloo: Any) -> None:
+    """Never to be used again, and never to be freed: gloo would wait for what is still on its way."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+
+
+def has_come(work: dist.Work, seconds: float) -> bool:
+    """Waits that long; raises what gloo says."""
+    try:
+        return work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    return work.wait()
+
+
+# ---- send and recv
+
+
+class Letter(dist.Work):
+    """A send or a receive by gloo, with our errors."""
+
+    def __init__(self, work: dist.Work, what: str, staging: Staging, names: Names) -> None:
+        super().__init__()
+        self._work, self._what, self._staging, self._names = work, what, staging, names
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        limit = timeout.total_seconds() or self._names.timeout
+        try:
+            self._work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            if "timed out" in str(error).lower():
+                text = f"the timeout of {limit:g} s is over: {self._what} in group '{self._names.group}' has not ended."
+                raise CollectiveTimeout(text) from None
+            raise PeerLost(f"{self._what} in group '{self._names.group}' failed: {first_line(error)}") from None
+        self._staging.finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def _source_rank(self) -> int:
+        return self._work._source_rank()
+
+
+class Letters:
+    """What `Messages` is within a node, for ranks of several."""
+
+    def __init__(self, gloo: Any, names: Names) -> None:
+        self._gloo, self._names = gloo, names
+        self.closed: str | None = None
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Letter:
+        self._check()
+        staging = Staging()
+        work = self._gloo.send([staging.read(tensor)], peer, tag)
+        return Letter(work, f"a message to {self._names(peer)} with tag {tag}", staging, self._names)
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Letter:
+        self._check()
+        staging = Staging()
+        block = staging.write(tensor)
+        work = self._gloo.recv_anysource([block], tag) if peer is None else self._gloo.recv([block], peer, tag)
+        sender = "any rank" if peer is None else self._names(peer)
+        return Letter(work, f"a message from {sender} with tag {tag}", staging, self._names)
+
+    def close(self, reason: str) -> None:
+        self.closed = reason
+
+    def _check(self) -> None:
+        if self.closed:
+            raise UsageError(self.closed)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
