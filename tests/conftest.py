@@ -34,15 +34,20 @@ _ALONE = ("faults/", *(f"ranks/test_{name}.py" for name in ("run", "init", "orde
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(REPOSITORY / "tests").as_posix().startswith(_ALONE):
+        path = item.path.relative_to(REPOSITORY / "tests").as_posix()
+        if path.startswith(_ALONE):
             item.add_marker("alone")
+        if path == "ranks/test_shm_nodes.py":
+            item.add_marker("across")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
     config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
-    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
-        _have_shared_memory_of_our_own()
+    config.addinivalue_line("markers", "across: shm across nodes, which nobody gets yet; `make across` runs them")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        global _is_shared_memory_ours
+        _is_shared_memory_ours = _have_shared_memory_of_our_own()
     # multiprocessing's helper, which lives as long as the session; started here so that no test is blamed for it.
     resource_tracker.ensure_running()
     os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
@@ -152,8 +157,11 @@ def latest(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "latest"
 
 
-def _have_shared_memory_of_our_own() -> None:
-    """Of two processes that run tests, each would find in /dev/shm what the other's tests have there."""
+_is_shared_memory_ours = True
+
+
+def _have_shared_memory_of_our_own() -> bool:
+    """Of two processes that run tests, each would find in /dev/shm what the other's tests have there. Needs root."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, private, everywhere = 0x20000, 1 << 18, 1 << 14
     for failed in (
@@ -162,7 +170,8 @@ def _have_shared_memory_of_our_own() -> None:
         libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"mode=1777"),
     ):
         if failed:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            return False
+    return True
 
 
 def marked_processes() -> set[int]:
@@ -189,7 +198,6 @@ def _helpers() -> set[int]:
     return {zygote.pid, *(child.pid for child in zygote.children(recursive=True))}
 
 
-_IS_SHARED_MEMORY_OURS = "PYTEST_XDIST_WORKER" not in os.environ or os.geteuid() == 0
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second with its first optimizer
 
 
@@ -204,7 +212,7 @@ def _belongings() -> dict[str, set]:
         "processes": marked_processes() - _helpers(),
         "threads": {thread.name for thread in threading.enumerate()},
         "descriptors": {f"{fd} {what}" for fd, what in descriptors.items() if "/proc/" not in what},
-        "shared memory": set(os.listdir("/dev/shm")) if _IS_SHARED_MEMORY_OURS else set(),
+        "shared memory": set(os.listdir("/dev/shm")) if _is_shared_memory_ours else set(),
         "environment": {f"{k}={v}" for k, v in os.environ.items() if k not in _NOT_OURS},
     }
 

@@ -35,6 +35,12 @@ class Net(nn.Module):
         return self.last((self.other if other else self.second)(x))
 
 
+def _in_order(state, bucket):  # no annotations: DDP compares them, and here they are strings
+    future = powerSGD_hook.powerSGD_hook(state, bucket)
+    future.wait()
+    return future
+
+
 def train(
     world: World, group: Any, *, unused: bool = False, hook: str = "", skip_sync: bool = False, **options: Any
 ) -> Tensor:
@@ -45,7 +51,8 @@ def train(
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
     elif hook == "powersgd":
         state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        # gloo runs the callbacks from which PowerSGD sends at any time: one rank's would meet another's next bucket.
+        model.register_comm_hook(state, _in_order if dist.get_backend(group) == "gloo" else powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(world.rank)
     for step in range(6):
