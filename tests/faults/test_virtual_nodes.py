@@ -446,6 +446,7 @@ for delay in map(float, sys.argv[1:]):
 """
 
 
+@pytest.mark.unsteady  # once in a dozen runs the maker and the test waited for each other's next line
 @pytest.mark.parametrize("sent", ["SIGKILL", "SIGINT", "SIGTERM"])
 def test_nothing_is_left_when_the_maker_is_killed(sent: str) -> None:
     """At many moments of set-up; the last time, when it is done and programs run on the nodes."""
