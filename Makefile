@@ -15,7 +15,7 @@ demo: $(VENV)/ready-demo
 
 test: check mpirun
 	$(BIN)/python -m pytest -m "not alone and not across" -n 2
-	$(BIN)/python -m pytest -m "alone and not unsteady"
+	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/ready-dev
 	$(BIN)/ruff format --check .

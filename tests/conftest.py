@@ -44,7 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
     config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
-    config.addinivalue_line("markers", "unsteady: not in `make test` until it is mended")
     config.addinivalue_line("markers", "across: shm across nodes, which nobody gets yet; `make across` runs them")
     if "PYTEST_XDIST_WORKER" in os.environ:
         global _is_shared_memory_ours

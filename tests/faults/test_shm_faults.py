@@ -322,11 +322,16 @@ def lose_a_correspondent(world: World, how: str) -> tuple[str, str, float]:
     if world.rank == 1:
         if how == "last words":
             dist.send(tensor[:10], 0)
+        if how == "in the middle":  # more than a socket holds, so a part of it stays here
+            dist.isend(tensor, 0, tag=4)
         time.sleep(0.2)
         die()
     if how == "last words":  # what was sent before the end still arrives
         time.sleep(0.5)
         dist.recv(tensor[:10], 1)
+    if how == "in the middle":
+        time.sleep(0.4)  # what the socket holds has come; nobody will send the rest
+        return outcome(lambda: dist.recv(tensor, 1, tag=4))
     if how == "full":
         return outcome(lambda: dist.send(tensor, 1))
     if how == "anybody":
@@ -334,7 +339,7 @@ def lose_a_correspondent(world: World, how: str) -> tuple[str, str, float]:
     return outcome(lambda: dist.recv(tensor[:20], 1, tag=4))
 
 
-@pytest.mark.parametrize("how", ["waiting", "last words", "full", "anybody"])
+@pytest.mark.parametrize("how", ["waiting", "last words", "in the middle", "full", "anybody"])
 def test_a_correspondent_is_killed(how: str) -> None:
     ((name, message, seconds),) = run_and_lose(lose_a_correspondent, 2, how).values()
     assert name == "PeerLost"

@@ -189,28 +189,37 @@ class _Traffic:
     async def _read(self, source: int, line: socket.socket) -> None:
         try:
             while self._is_wanted(source):
-                header = bytearray(_HEADER.size)
-                await self._fill(line, memoryview(header))
-                tag, code, count = _HEADER.unpack(header)
-                message = self._take_wanted(source, tag)
-                if message is not None and (message.code, message.count) == (code, count):
-                    await self._fill(line, message.bytes)
-                    self._open.discard(message)
-                    message.finish(source)
-                    continue
-                data = bytearray(count * width_of(code))
-                await self._fill(line, memoryview(data))
-                message = message or self._take_wanted(source, tag)  # asked for in the meantime
-                if message is None:
-                    self._early.append((source, tag, code, data))
-                else:
-                    self._hand_over(message, source, code, data)
+                await self._read_one(source, line)
         except OSError:
             self._dead.add(source)
             self._lines_in.pop(source).close()
             self._give_up(source)
         finally:
             self._readers.pop(source, None)
+
+    async def _read_one(self, source: int, line: socket.socket) -> None:
+        header = bytearray(_HEADER.size)
+        await self._fill(line, memoryview(header))
+        tag, code, count = _HEADER.unpack(header)
+        message = self._take_wanted(source, tag)
+        if message is not None and (message.code, message.count) == (code, count):
+            try:
+                await self._fill(line, message.bytes)
+            except OSError:  # the sender has ended in the middle of it
+                self._end(message, self._lost(source, message))
+                raise
+            self._open.discard(message)
+            message.finish(source)
+            return
+        if message is not None:
+            self._wanted.insert(0, message)  # it is still waited for, until all of what does not fit is read
+        data = bytearray(count * width_of(code))
+        await self._fill(line, memoryview(data))
+        message = self._take_wanted(source, tag)  # perhaps asked for in the meantime
+        if message is None:
+            self._early.append((source, tag, code, data))
+        else:
+            self._hand_over(message, source, code, data)
 
     async def _fill(self, line: socket.socket, into: memoryview) -> None:
         while into:
