@@ -155,6 +155,21 @@ def test_nodes_that_do_not_belong_together(
         assert re.search(text, err), err
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_an_interrupt_while_waiting_for_the_others(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
+    """At once, whatever the time left; the leak police sees that nothing waits on."""
+    waiting = agent(pair[who], tmp_path, who, at(pair), [])
+    log = tmp_path / f"at-{who}/runs/latest/agent.events.jsonl"
+    while not log.exists():
+        time.sleep(0.02)
+    time.sleep(4)  # until the keeper waits: nobody says so to a file
+    waiting.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert waiting.wait(20) == 130
+    assert time.monotonic() - began < 7
+    waiting.communicate()
+
+
 # ---- failing together
 
 

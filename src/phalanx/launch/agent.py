@@ -124,7 +124,8 @@ class Agent:
             if self._signals.pending:
                 self._signalled = self._signals.pending.pop(0)
                 self._company.tell_stop(self._why_stop())
-                self._nursery.kill()
+                if not self._nursery.ready:
+                    self._nursery.kill()  # it imports, and hears nothing; later it ends the keeper with itself
                 raise _Interrupted
 
     def _run_attempts(self) -> int:

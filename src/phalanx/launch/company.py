@@ -107,7 +107,7 @@ class Company:
         self._cards: list[NodeCard] | None = None
         self._master: tuple[str, int] | None = None
         self._settled: list[events.Ending] | None = None
-        self._told = False
+        self._told = True  # nothing has begun that could be stopped
         self.stop_reason: str | None = None
         """What another node has said for this node's ranks to be stopped."""
         self.lost: dict[int, str] = {}
@@ -156,8 +156,6 @@ class Company:
 
     def close(self) -> None:
         """Returns when the keeper has done its last duties, which takes some seconds at most."""
-        if self._is_cut_off:
-            return  # it may be waiting for an answer that never comes
         self._channel.send({"op": "bye"})
         while (received := self._channel.receive()) is not None:
             if received[0]["event"] == "goodbye":

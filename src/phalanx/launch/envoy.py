@@ -1,7 +1,8 @@
 """The keeper's part in a run of several nodes: it meets the others for its agent, and passes on what they say.
 
-Two threads beside the one that obeys the agent: one speaks with the store, the other notices when that one gets no
-answer any more, for a cut link makes it wait for many minutes.
+A store behind a cut link answers after many minutes, or never. So the thread that listens to the agent never asks it
+anything: one does what the agent has ordered, one looks what the other nodes say, and one notices when that one gets
+no answer any more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import socket
 import threading
 import time
+from queue import SimpleQueue
 from typing import Any
 
 from phalanx import join, stores
@@ -32,33 +34,45 @@ class Envoy:
     def __init__(self, channel: Channel, listener: socket.socket | None) -> None:
         self._channel, self._listener = channel, listener
         self._sending = threading.Lock()
+        self._store: Any = None
         self._hosted: Any = None
         self._workers: tuple[socket.socket, Any] | None = None
         """The socket of the workers' store and the store, on the first node."""
         self._lost: dict[int, str] = {}
         self._page: Page | None = None
         self._has_handed_in = False
+        self._last_page: Page | None = None
+        self._orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        self._has_obeyed = threading.Event()
         self._closing = threading.Event()
         self._answered_at = time.monotonic()
-        self._threads: list[threading.Thread] = []
 
     def serve(self) -> None:
         """Until the agent says goodbye, or dies, which the other nodes are told."""
-        while (received := self._channel.receive()) is not None:
-            message, _ = received
-            if message["op"] == "bye":
-                break
+        self._start(self._obey)
+        order: dict[str, Any] = {}
+        while order.get("op") != "bye":
+            received = self._channel.receive()
+            order = received[0] if received is not None else {"op": "bye", "gone": True}
+            self._orders.put(order)
+        # It is the last order. If the store has stopped answering, this is not the place to wait for it.
+        self._has_obeyed.wait(_LAST_WORDS)
+        self._closing.set()
+        self._tell("goodbye")
+
+    def _obey(self) -> None:
+        order: dict[str, Any] = {}
+        while order.get("op") != "bye":
+            order = self._orders.get()
             try:
-                getattr(self, f"_{message['op']}")(message)
+                getattr(self, f"_{order['op']}")(order)
             except PhalanxError as error:
                 if self._hosted is not None:  # a moment, so that the others can read it too
                     wait_for(self._store, "everyone has read the verdict", _VERDICT_STAYS)
                 self._tell("refused", text=str(error))
             except RuntimeError as error:
-                self._tell("lost", node=0, text=f"the store of node 0 does not answer: {str(error).splitlines()[0]}")
-        else:
-            self._say_gone()
-        self._close()
+                self._lose(0, f"its store does not answer ({str(error).splitlines()[0]})")
+        self._has_obeyed.set()
 
     # ---- what the agent asks for
 
@@ -118,7 +132,7 @@ class Envoy:
                 self._look_after_nodes(store, seen)
                 page = self._page
                 if page is not None:
-                    self._look_at_page(Page(store, page._attempt, len(self._cards)), page, store)
+                    self._look_at_page(page.through(store), page)
                 self._answered_at = time.monotonic()
                 self._closing.wait(_BEAT)
         except RuntimeError as error:
@@ -141,7 +155,7 @@ class Envoy:
             elif now - since > SILENCE:
                 self._lose(card.node, f"there has been no sign of life for {SILENCE:g} s")
 
-    def _look_at_page(self, page: Page, shown: Page, store: Any) -> None:
+    def _look_at_page(self, page: Page, shown: Page) -> None:
         if not self._has_stopped:
             why = page.stopped()
             if why is not None:
@@ -150,14 +164,9 @@ class Envoy:
         if self._has_handed_in:
             found = page.handed_in(set(self._lost))
             if found is not None and self._page is shown:
-                self._has_handed_in, self._page = False, None
-                self._mark_read(store, page)
+                self._has_handed_in, self._page, self._last_page = False, None, shown
+                page.sign_as_read(len(self._lost))
                 self._tell("settled", endings={str(node): endings for node, endings in found.items()})
-
-    def _mark_read(self, store: Any, page: Page) -> None:
-        if store.add(page._key("read"), 1) >= len(self._cards) - len(self._lost):
-            store.set(page._key("all have read"), "yes")
-        self._last_page = page
 
     def _guard(self) -> None:
         while not self._closing.wait(1.0):
@@ -171,24 +180,16 @@ class Envoy:
 
     # ---- the end
 
-    def _say_gone(self) -> None:
-        with contextlib.suppress(RuntimeError, AttributeError):  # the store is gone too, or there was none yet
-            self._store.set(f"beat/{self._own.node}", f"{_GONE}: its agent has ended without a word")
-
-    def _close(self) -> None:
+    def _bye(self, message: dict[str, Any]) -> None:
         """The first node hosts the store, so it stays until the others have read the end."""
-        page = getattr(self, "_last_page", None)
-        if self._listener is not None and page is not None:
-            with contextlib.suppress(RuntimeError):
-                wait_for(self._store, page._key("all have read"), _LAST_WORDS)
-        self._closing.set()
-        self._tell("goodbye")
+        if "gone" in message and self._store is not None:
+            self._store.set(f"beat/{self._own.node}", f"{_GONE}: its agent has ended without a word")
+        elif self._listener is not None and self._last_page is not None:
+            self._last_page.await_readers(_LAST_WORDS)
 
     def _start(self, *targets: Any) -> None:
         for target in targets:
-            thread = threading.Thread(target=target, name=f"envoy{target.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            threading.Thread(target=target, name=f"envoy{target.__name__}", daemon=True).start()
 
     def _tell(self, event: str, **fields: Any) -> None:
         with self._sending, contextlib.suppress(OSError):  # the agent is gone; serve() is about to notice

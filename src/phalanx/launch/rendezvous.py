@@ -112,6 +112,10 @@ class Page:
     def __init__(self, store: Any, attempt: int, nodes: int) -> None:
         self._store, self._attempt, self._nodes = store, attempt, nodes
 
+    def through(self, store: Any) -> Page:
+        """The same page, by way of another connection."""
+        return Page(store, self._attempt, self._nodes)
+
     def _key(self, name: str) -> str:
         return f"attempt/{self._attempt}/{name}"
 
@@ -142,3 +146,11 @@ class Page:
         if len(there | lost) < self._nodes:
             return None
         return {node: json.loads(self._store.get(self._key(f"endings/{node}"))) for node in sorted(there)}
+
+    def sign_as_read(self, lost: int) -> None:
+        """This node knows how all have ended; ``lost`` nodes will never say so."""
+        if self._store.add(self._key("read"), 1) >= self._nodes - lost:
+            self._store.set(self._key("all have read"), "yes")
+
+    def await_readers(self, seconds: float) -> None:
+        wait_for(self._store, self._key("all have read"), seconds)
