@@ -6,6 +6,7 @@
       rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch
       rank-N.status            what rank N is doing now: a page of memory, see phalanx/status.py
       rank-N.log               everything rank N printed, and the traceback it died with
+      keeper.log               with several nodes: what torch said while they talked to each other
       error-N.json             an ErrorRecord: what rank N told of the exception that ended its script
       report.json              how the run ended: cause, victims, exit codes
 
@@ -147,6 +148,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def error_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"error-{rank}.json"
+
+
+KEEPER_LOG = "keeper.log"
 
 
 def log_path(run_directory: Path, rank: int) -> Path:

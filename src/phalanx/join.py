@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -99,7 +98,7 @@ def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: 
         )
     if rank == 0 and not up:
         return _serve(url.hostname, url.port, timeout), True
-    return _connect(url.hostname, url.port, timeout), False
+    return stores.connect(url.hostname, url.port, timeout, _tell), False
 
 
 def _file_store(path: str, world_size: int) -> Any:
@@ -127,61 +126,6 @@ def _address_to_serve(host: str) -> str:
     if host in ("localhost", "::1") or host.startswith("127."):
         return ports.LOOPBACK if host == "localhost" else host
     return "::" if ":" in host else "0.0.0.0"
-
-
-def _connect(host: str, port: int, timeout: float) -> Any:
-    from torch.distributed import DistError, TCPStore
-
-    _await_listener(host, port, timeout)
-    stores: list[Any] = []
-    failures: list[str] = []
-
-    def connect() -> None:
-        try:
-            limit = timedelta(seconds=timeout)
-            stores.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
-        except DistError as error:
-            failures.append(_first_line(error))
-
-    # In a thread, because the first words with a server that is no store have no timeout inside torch.
-    thread = threading.Thread(target=connect, name="phalanx-connect", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if stores:
-        return stores[0]
-    reason = failures[0] if failures else f"silent for {timeout:g} s"
-    raise MasterUnreachable(f"{host}:{port} answers, but not as a store ({reason}); is another program on that port?")
-
-
-def _await_listener(host: str, port: int, timeout: float) -> None:
-    """Waits for somebody to listen; what waiting cannot heal is an error at once."""
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({error.strerror}).") from None
-    started = time.monotonic()
-    told = started + _FIRST_WORD
-    while True:
-        left = started + timeout - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(0.05, min(left, 5.0))).close()
-            return
-        except ConnectionRefusedError:
-            reason = "nobody listens there"
-        except TimeoutError:
-            reason = "no answer"
-        except OSError as error:
-            raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
-        now = time.monotonic()
-        if now >= told:
-            told = now + _FIRST_WORD
-            _tell(f"waiting for the master {host}:{port} for {now - started:.0f} s: {reason}")
-        if now - started >= timeout:
-            raise MasterUnreachable(
-                f"the master {host}:{port} was not reached within {timeout:g} s: {reason}. "
-                "Is rank 0 started, with the same address and port?"
-            )
-        time.sleep(0.05)  # a port that is not open yet gives no event to wait for
 
 
 def wait_for(store: Any, key: str, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -77,12 +78,18 @@ def places(outputs: Sequence[tuple[int, str, str]], attempt: int = 0) -> list[li
     return sorted(line.split() for line in lines)
 
 
-def await_line(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
+def await_line(process: subprocess.Popen[str], text: str, stream: str = "stdout") -> None:
+    for line in getattr(process, stream):
         if text in line:
             return
     raise AssertionError(f"ended without saying {text!r}")
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
 
 
 # ---- meeting
@@ -159,15 +166,23 @@ def test_nodes_that_do_not_belong_together(
 def test_an_interrupt_while_waiting_for_the_others(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
     """At once, whatever the time left; the leak police sees that nothing waits on."""
     waiting = agent(pair[who], tmp_path, who, at(pair), [])
-    log = tmp_path / f"at-{who}/runs/latest/agent.events.jsonl"
-    while not log.exists():
-        time.sleep(0.02)
-    time.sleep(4)  # until the keeper waits: nobody says so to a file
+    await_line(waiting, "waiting for", "stderr")
     waiting.send_signal(signal.SIGINT)
     began = time.monotonic()
     assert waiting.wait(20) == 130
     assert time.monotonic() - began < 7
     waiting.communicate()
+
+
+def test_the_reference_experiment_on_two_nodes(tmp_path: Path) -> None:
+    """32 × 32 × 4 = 4096 samples an epoch, as on one node."""
+    script = Path(__file__).parents[2] / "examples/two_nodes.sh"
+    environment = {**os.environ, "PYTHON": sys.executable, "PET_LOG_DIR": str(tmp_path)}
+    done = subprocess.run([script, "--max-epochs", "1"], env=environment, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    ranks = re.findall(r"^\[rank (\d)\] Rank (\d) \| Epoch 0 \| Batchsize 32 \| Steps 32$", done.stdout, re.MULTILINE)
+    assert sorted(ranks) == [(str(rank), str(rank)) for rank in range(4)]
+    assert "4 ranks on 2 nodes (2 on each); this is node 1" in done.stderr
 
 
 # ---- failing together
@@ -236,7 +251,7 @@ def test_a_node_without_power(tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_cut(tmp_path: Path) -> None:
-    """For three seconds: they go on. For good: both end, and say why."""
+    """For three seconds: they go on."""
     with virtual_nodes(2) as nodes:
         agents = start_all(nodes, tmp_path, [1, 1], "steps", "60")
         for each in agents:
@@ -246,12 +261,22 @@ def test_a_link_that_is_cut(tmp_path: Path) -> None:
         nodes.restore(1)
         assert [code for code, _, _ in ends(agents)] == [0, 0]
 
-        agents = start_all(nodes, tmp_path, [1, 1], "steps", "600")
-        for each in agents:
-            await_line(each, "place")
-        nodes.cut(1)
-        outputs = ends(agents, 60)
-    for rank, (code, _, err) in enumerate(outputs):
-        assert code == 1
-        assert f"node {1 - rank} (host node{1 - rank}" in err
-        assert "is lost" in err
+
+def test_a_link_that_is_cut_for_good(tmp_path: Path) -> None:
+    """Both ways, and each way alone, at the same time: most of it is waiting."""
+    with contextlib.ExitStack() as stack:
+        agents: dict[str, list[subprocess.Popen[str]]] = {}
+        networks = {}
+        for way in ("both", "in", "out"):
+            networks[way] = stack.enter_context(virtual_nodes(2))
+            (tmp_path / way).mkdir()
+            agents[way] = start_all(networks[way], tmp_path / way, [1, 1], "steps", "6000")
+            for each in agents[way]:
+                await_line(each, "place")
+        for way, nodes in networks.items():
+            nodes.cut(1, way)
+        for way in networks:
+            for rank, (code, _, err) in enumerate(ends(agents[way], 60)):
+                assert code == 1, way
+                assert f"node {1 - rank} (host node{1 - rank}" in err, way
+                assert "is lost" in err, way

@@ -81,6 +81,31 @@ def test_a_full_torchrun_command_line() -> None:
     assert spec.program == Program("script", "train.py", ("--lr", "1", "-m"))
 
 
+@pytest.mark.parametrize(
+    ("argv", "place"),
+    [
+        (["--master-addr", "a", "--master-port", "5"], ("a", 5)),
+        (["--rdzv-endpoint", "a:5"], ("a", 5)),
+        (["--rdzv-endpoint", "a"], ("a", 29500)),
+        (["--rdzv-endpoint", "a:5", "--master-addr", "b", "--master-port", "6"], ("b", 6)),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "a"], ("a", 29400)),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "[fe80::1]:7", "--master-port", "6"], ("fe80::1", 7)),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "[fe80::1]"], ("fe80::1", 29400)),
+    ],
+)
+def test_where_nodes_meet(argv: list[str], place: tuple[str, int]) -> None:
+    """As torchrun has it."""
+    spec = parse("--nnodes", "2", *argv, "x.py")
+    assert (spec.master_addr, spec.master_port) == place
+
+
+def test_settings_of_the_meeting() -> None:
+    spec = parse("--nnodes", "1:2", "--rdzv-conf", "join_timeout=60,last_call_timeout=5,is_host=true", "x.py")
+    assert (spec.rdzv_timeout, spec.last_call, spec.is_host) == (60, 5, True)
+    spec = parse("--nnodes", "1:2", "--rdzv-timeout", "7", "x.py")
+    assert (spec.rdzv_timeout, spec.last_call, spec.is_host) == (7, 10, None)
+
+
 def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
     environ = {"PET_NPROC_PER_NODE": "3", "PET_MODULE": "1", "PET_MAX_RESTARTS": "2"}
     spec = parse("pkg", **environ)
@@ -102,6 +127,10 @@ def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
         (["--start-method", "clone", "x.py"], ["--start-method", "clone"]),
         (["--master-port", "70000", "x.py"], ["--master-port", "70000"]),
         (["--rdzv-backend", "etcd", "x.py"], ["etcd"]),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", ":1", "x.py"], ["--rdzv-endpoint", "':1'"]),
+        (["--rdzv-endpoint", "a:70000", "x.py"], ["--rdzv-endpoint", "70000"]),
+        (["--rdzv-conf", "color=red", "x.py"], ["--rdzv-conf", "color", "last_call_timeout"]),
+        (["--rdzv-conf", "join_timeout=soon", "x.py"], ["--rdzv-conf", "join_timeout=soon"]),
         (["--devices", "a", "x.py"], ["--devices", "'a'"]),
         (["--devices", "1,1", "x.py"], ["--devices 1,1"]),
         (["--redirects", "7", "x.py"], ["--redirects", "7"]),

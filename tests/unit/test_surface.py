@@ -71,7 +71,8 @@ EDGES = {
     "world": {"backends", "cluster", "join"},
 }
 
-TORCH_IN_LAUNCH = {"disguise", "spawn"}  # the last only to raise mp.spawn's own exceptions
+# spawn only to raise mp.spawn's own exceptions; rendezvous and elastic in the keeper alone
+TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic"}
 
 
 def test_public_names() -> None:

@@ -7,12 +7,9 @@ one comes or a deadline passes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import selectors
 import signal
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,10 +21,12 @@ from phalanx.errors import LaunchError
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
+from phalanx.launch.elastic import RunOver
 from phalanx.launch.logs import Pump
 from phalanx.launch.member import Member, new_member
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
+from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
 from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
 from phalanx.launch.watch import Watch
@@ -51,20 +50,21 @@ class Agent:
         self._spec = spec
         self._nursery = nursery
         self._directory = directory
-        self._run_id = directory.name
-        self._log = events.EventLog(directory / "agent.events.jsonl")
         self._console = Console()
+        self._record = Record(directory, self._say)
         self._selector = selectors.DefaultSelector()
         self._signals = Signals(spec.signals, self._selector)
         self._signalled: int | None = None
         """The first signal that told the agent to stop."""
         self._resumable: list[Pump] = []
-        self._host = socket.gethostname()
-        self._started = time.time()
         self._environ = dict(environ)
         self._said_exec = False
+        self._said_who: str | None = None
+        self._exit_code: int | None = None
         self._interface = route.interface if route is not None else None
-        self._company = new_company(spec, route, nursery, self._selector, directory, self._show)
+        self._company = new_company(
+            spec, route, nursery, self._selector, directory, lambda text: self._say([text]), self._show
+        )
 
     def drained(self) -> None:
         """The console has written the agent's own lines; nothing waits for that."""
@@ -74,14 +74,17 @@ class Agent:
         self._signals.take()
         try:
             self._announce()
-            self._meet()
-            return self._run_attempts()
+            self._exit_code = self._run_attempts()
+            return self._exit_code
         except _Interrupted:
             assert self._signalled is not None
             return 128 + self._signalled
+        except RunOver as over:
+            self._say([f"the run has ended with exit code {over.exit_code} before this node could take part"])
+            return over.exit_code
         except LaunchError as error:
             self._say([f"{error}"])
-            self._log.write("ended", exit_code=1, error=str(error))
+            self._record.note("ended", exit_code=1, error=str(error))
             return 1
         finally:
             self._signals.restore()
@@ -94,27 +97,21 @@ class Agent:
             if self._environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
                 count = self._environ["OMP_NUM_THREADS"]
                 threads = f", OMP_NUM_THREADS={count} for each (cores {usable_cores()}, divided by ranks)"
-            directory = report.shorten_path(str(self._directory))
-            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {directory}"])
-        content = {
-            "run_id": self._run_id,
-            "host": self._host,
-            "started": self._started,
-            "command": sys.argv,
-            "directory": str(Path.cwd()),
-            "executable": sys.executable,
-            "prefix": sys.prefix,
-            "spec": dataclasses.asdict(spec),
-        }
-        self._keep("run.json", content)
+            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"])
+        self._record.keep_order(spec)
 
     # ---- attempts
 
-    def _meet(self) -> None:
+    def _meet(self, attempt: int) -> int:
         """The other nodes. What the zygote says meanwhile is heard too: it may have failed to import something."""
         self._selector.register(self._nursery, selectors.EVENT_READ, self._nursery.next_event)
-        self._company.meet(self._idle_until)
+        attempt = self._company.meet(attempt, self._idle_until)
         self._selector.unregister(self._nursery)
+        introduction = self._company.introduction()
+        if introduction != self._said_who:
+            self._said_who = introduction
+            self._say([f"{introduction}"])
+        return attempt
 
     def _idle_until(self, done: Callable[[], bool]) -> None:
         """The loop while no worker runs."""
@@ -123,14 +120,16 @@ class Agent:
                 key.data()
             if self._signals.pending:
                 self._signalled = self._signals.pending.pop(0)
-                self._company.tell_stop(self._why_stop())
+                self._company.tell_stop(self._why_stop(), for_good=True)
                 if not self._nursery.ready:
                     self._nursery.kill()  # it imports, and hears nothing; later it ends the keeper with itself
                 raise _Interrupted
 
     def _run_attempts(self) -> int:
         most = self._spec.max_restarts + 1
-        for attempt in range(most):
+        attempt = 0
+        while True:
+            attempt = self._meet(attempt)
             endings = self._company.settle(self._run_attempt(attempt), self._idle_until)
             if self._signalled is not None:
                 # What had failed before the signal came is told all the same.
@@ -139,23 +138,29 @@ class Agent:
                 return self._end(128 + self._signalled, endings, verdict, attempt)
             if not any(ending.failed for ending in endings) and not self._company.lost:
                 return self._end(0, endings, None, attempt)
-            if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
-                reason = self._company.loss() or self._company.stop_reason
-                if reason:
+            verdict, reason = self._blame(endings)
+            if attempt + 1 >= most or not self._company.can_go_on:
+                if verdict is None:
                     self._flush_console()
                     self._say([reason])
-                    return self._end(1, endings, None, attempt)
-            verdict = find_cause(endings)
-            if attempt + 1 == most or self._company.lost:
-                return self._end(verdict.cause.status, endings, verdict, attempt)
-            self._log.write("restarting", attempt=attempt + 1, cause=report.headline(verdict.cause))
-            self._say([f"{report.one_line(verdict.cause)}; starting again, attempt {attempt + 2} of {most}"])
-        raise AssertionError("the last attempt returns")
+                return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt)
+            attempt += 1
+            self._record.note("restarting", attempt=attempt, cause=reason)
+            self._say([f"{reason}; starting again, attempt {attempt + 1} of {most}"])
+
+    def _blame(self, endings: list[events.Ending]) -> tuple[Verdict | None, str]:
+        """The rank that is the cause, or None when no rank is but a node; and either in a sentence."""
+        if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
+            reason = self._company.loss() or self._company.stop_reason
+            if reason:
+                return None, reason
+        verdict = find_cause(endings)
+        return verdict, report.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
         master = self._company.begin(attempt, self._idle_until)
-        self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._log.write)
-        name = self._run_id if self._spec.run_id == "none" else self._spec.run_id
+        self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
+        name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
         for place in self._company.places():
             events.error_path(self._directory, place.rank).unlink(missing_ok=True)
             member = new_member(
@@ -172,9 +177,7 @@ class Agent:
         drained_by = time.monotonic() + _DRAIN_SECONDS
         self._loop_until(lambda: not self._streams() or (self._signalled is not None and time.monotonic() > drained_by))
         endings = self._watch.endings()
-        for ending in endings:
-            if ending.error is not None:
-                self._keep(f"error-{ending.rank}.json", dataclasses.asdict(ending.error))
+        self._record.keep_errors(endings)
         self._watch.close()
         return endings
 
@@ -206,13 +209,13 @@ class Agent:
         if self._watch.stopping is None and (self._company.stop_reason or self._company.lost):
             self._watch.stop(signal.SIGTERM)
         if self._watch.stopping is not None:
-            self._company.tell_stop(self._why_stop())
+            self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
 
     def _why_stop(self) -> str:
         if self._signalled is not None:
             name = signal.Signals(self._signalled).name
-            return f"node {self._spec.node_rank} (host {self._host}) was stopped by {name}, and so are all others"
-        return f"a rank of node {self._spec.node_rank} (host {self._host}) failed"
+            return f"{self._company.name} was stopped by {name}, and so are all others"
+        return f"a rank of {self._company.name} failed"
 
     def _streams(self) -> list[Pump]:
         """The pipes that have not ended."""
@@ -260,51 +263,24 @@ class Agent:
     # ---- the end
 
     def _end(self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int) -> int:
-        content = {
-            "exit_code": exit_code,
-            "attempts": attempt + 1,
-            "seconds": round(time.time() - self._started, 3),
-            "cause": dataclasses.asdict(verdict.cause) if verdict else None,
-            "victims": verdict.victims if verdict else (),
-            "ranks": [dataclasses.asdict(ending) for ending in endings],
-        }
-        self._keep("report.json", content)
-        self._log.write("ended", exit_code=exit_code)
+        self._record.keep_end(exit_code, endings, verdict, attempt)
         if verdict is not None:
             self._flush_console()
-            block = report.failure_block(
-                verdict,
-                world_size=len(endings),
-                host=verdict.cause.host or self._host,
-                started=self._started,
-                log=self._log_of(verdict.cause),
-                attempts=attempt + 1,
-            )
-            self._say(block)
+            elsewhere = self._company.log_of(verdict.cause)
+            self._say(self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere))
         return exit_code
 
-    def _log_of(self, ending: events.Ending) -> str:
-        elsewhere = self._company.log_of(ending)
-        if elsewhere is not None:
-            return f"{elsewhere}/{events.log_path(Path(), ending.rank)}"
-        return report.shorten_path(str(events.log_path(self._directory, ending.rank)))
-
-    def _show(self, text: str) -> None:
-        """A line for a moment: the next one is written over it."""
-        if self._console.is_terminal[self._console.err]:
+    def _show(self, text: str) -> bool:
+        """A line for a moment, on a terminal: the next one is written over it."""
+        is_terminal = self._console.is_terminal[self._console.err]
+        if is_terminal:
             self._console.show_live(self._console.err, f"phalanx: {text}".encode())
+        return is_terminal
 
     def _flush_console(self) -> None:
         """The ranks' own lines first; but who has signalled does not want to wait for a reader."""
         while not self._console.flush(0.2) and not self._signals.pending and self._signalled is None:
             pass
-
-    def _keep(self, name: str, content: Mapping[str, object]) -> None:
-        """A file of the run directory. That it cannot be written is said, and is no reason to stop a run."""
-        try:
-            events.write_json(self._directory / name, content)
-        except OSError as error:
-            self._say([f"cannot write {name} into {report.shorten_path(str(self._directory))}: {error.strerror}."])
 
     def _say(self, lines: list[str]) -> None:
         text = "phalanx: " + "\n".join(lines) + "\n"
@@ -312,9 +288,9 @@ class Agent:
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already
-            self._company.close()
+            self._company.close(self._exit_code)
         self._console.close(timeout=None if self._signalled is None else 2.0)
-        self._log.close()
+        self._record.close()
         self._selector.close()
         self._signals.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx import events
 from phalanx.errors import LaunchError
+from phalanx.launch.elastic import RunOver, Terms
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.rendezvous import NodeCard
@@ -27,24 +28,33 @@ def new_company(
     nursery: Nursery,
     selector: selectors.BaseSelector,
     directory: Path,
-    show: Callable[[str], None],
+    say: Callable[[str], None],
+    show: Callable[[str], bool],
 ) -> Alone | Company:
-    """``route`` leads to the other nodes, if there are any; ``show`` shows a line for a moment."""
+    """``route`` leads to the other nodes, if there are any; ``say`` says a line, ``show`` shows one for a
+    moment and returns whether anybody could see it."""
     if route is None:
         return Alone(nursery, spec.nproc_per_node)
+    fewest, most = spec.nnodes
     own = NodeCard(
         node=spec.node_rank,
         host=socket.gethostname(),
         address=route.address,
         nproc=spec.nproc_per_node,
-        nnodes=spec.nnodes[1],
+        nnodes=most,
+        asked=str(most) if fewest == most else f"{fewest}:{most}",
         max_restarts=spec.max_restarts,
         run_id=spec.run_id,
         torch=metadata.version("torch"),
         phalanx=metadata.version("phalanx"),
         directory=str(directory),
     )
-    return Company(nursery, selector, own, (route.master, spec.master_port), spec.rdzv_timeout, show)
+    order = {
+        "endpoint": [route.master, spec.master_port],
+        "elastic": spec.rdzv_backend == "c10d",
+        "terms": vars(Terms(fewest, most, spec.rdzv_timeout, spec.last_call)),
+    }
+    return Company(nursery, selector, own, order, say, show)
 
 
 class Alone:
@@ -52,13 +62,20 @@ class Alone:
 
     stop_reason: str | None = None
     lost: dict[int, str] = {}  # noqa: RUF012 (it stays empty)
+    name = "this node"
+    can_go_on = True
 
     def __init__(self, nursery: Nursery, nproc: int) -> None:
         self._nursery = nursery
         self._places = placements([nproc])
 
-    def meet(self, loop: Loop) -> None:
+    def meet(self, attempt: int, loop: Loop) -> int:
         """There is nobody to be met."""
+        return attempt
+
+    def introduction(self) -> str | None:
+        """Who takes part, when that is news."""
+        return None
 
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
         """Where the workers of this attempt meet."""
@@ -70,8 +87,8 @@ class Alone:
         """Of this node's workers."""
         return self._places
 
-    def tell_stop(self, why: str) -> None:
-        """The ranks of this node are being stopped."""
+    def tell_stop(self, why: str, *, for_good: bool) -> None:
+        """The ranks of this node are being stopped; ``for_good``: there is to be no other attempt."""
 
     def settle(self, endings: list[events.Ending], loop: Loop) -> list[events.Ending]:
         """How the ranks of all nodes ended."""
@@ -82,10 +99,10 @@ class Alone:
         return ""
 
     def log_of(self, ending: events.Ending) -> str | None:
-        """Where a rank's log is, when it is on another node."""
+        """The run directory with a rank's log, when it is on another node."""
         return None
 
-    def close(self) -> None:
+    def close(self, exit_code: int | None) -> None:
         pass
 
 
@@ -97,14 +114,19 @@ class Company:
         nursery: Nursery,
         selector: selectors.BaseSelector,
         own: NodeCard,
-        endpoint: tuple[str, int],
-        timeout: float,
-        show: Callable[[str], None],
+        order: dict[str, Any],
+        say: Callable[[str], None],
+        show: Callable[[str], bool],
     ) -> None:
-        self._nursery, self._own, self._show = nursery, own, show
+        """``order``: what the keeper is told to meet the others."""
+        self._nursery, self._own, self._say, self._show = nursery, own, say, show
         self._channel = nursery.keeper
-        self._order = {"card": vars(own), "endpoint": list(endpoint), "timeout": timeout}
+        self._order = order
+        self._is_elastic: bool = order["elastic"]
         self._cards: list[NodeCard] | None = None
+        self._agreed_attempt = 0
+        self._said_waiting = ""
+        self._stopped_for_good = False
         self._master: tuple[str, int] | None = None
         self._settled: list[events.Ending] | None = None
         self._told = True  # nothing has begun that could be stopped
@@ -114,11 +136,34 @@ class Company:
         """Nodes that are gone, and how that was seen."""
         selector.register(self._channel, selectors.EVENT_READ, self._hear)
 
-    def meet(self, loop: Loop) -> None:
-        self._channel.send({"op": "meet", **self._order})
+    @property
+    def name(self) -> str:
+        return f"node {self._own.node} (host {self._own.host})"
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another attempt makes sense. Nodes with fixed numbers can only go on when all are there."""
+        return not self._stopped_for_good and not self._is_cut_off and (self._is_elastic or not self.lost)
+
+    def meet(self, attempt: int, loop: Loop) -> int:
+        """The other nodes; the number of the attempt that they are about to begin."""
+        if self._cards is not None and not self._is_elastic:
+            return attempt
+        self._cards = None
+        self.lost.clear()
+        self._channel.send({"op": "meet", "card": vars(dataclasses.replace(self._own, attempt=attempt)), **self._order})
         loop(lambda: self._cards is not None or bool(self.lost))
         if self._cards is None:
             raise LaunchError("; ".join(self.lost.values()))
+        return self._agreed_attempt
+
+    def introduction(self) -> str | None:
+        assert self._cards is not None, "the nodes have met"
+        sizes = [card.nproc for card in self._cards]
+        share = f"{sizes[0]} on each" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
+        ranks = f"{sum(sizes)} rank{'s' * (sum(sizes) > 1)}"
+        nodes = f"{len(sizes)} node{'s' * (len(sizes) > 1)}"
+        return f"{ranks} on {nodes} ({share}); this is node {self._own.node}"
 
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
         self._master, self._settled, self._told, self.stop_reason = None, None, False, None
@@ -133,16 +178,16 @@ class Company:
         everyone = placements([card.nproc for card in self._cards])
         return [place for place in everyone if place.node == self._own.node]
 
-    def tell_stop(self, why: str) -> None:
+    def tell_stop(self, why: str, *, for_good: bool) -> None:
         if not self._told and not self._is_cut_off:
             self._told = True
-            self._channel.send({"op": "stop", "why": why})
+            self._channel.send({"op": "stop", "why": why, "for_good": for_good})
 
     def settle(self, endings: list[events.Ending], loop: Loop) -> list[events.Ending]:
         if self._is_cut_off:
             return endings
         self._channel.send({"op": "endings", "endings": [dataclasses.asdict(ending) for ending in endings]})
-        loop(lambda: self._settled is not None or 0 in self.lost)
+        loop(lambda: self._settled is not None or self._is_cut_off)
         return self._settled if self._settled is not None else endings
 
     def log_of(self, ending: events.Ending) -> str | None:
@@ -154,17 +199,20 @@ class Company:
         assert self._cards is not None
         return "; ".join(f"{self._cards[node]} is lost: {text}" for node, text in sorted(self.lost.items()))
 
-    def close(self) -> None:
-        """Returns when the keeper has done its last duties, which takes some seconds at most."""
-        self._channel.send({"op": "bye"})
+    def close(self, exit_code: int | None) -> None:
+        """Returns when the keeper has done its last duties, which takes some seconds at most.
+
+        Without an exit code, this node leaves a run that has not ended.
+        """
+        self._channel.send({"op": "bye", "exit_code": exit_code})
         while (received := self._channel.receive()) is not None:
             if received[0]["event"] == "goodbye":
                 return
 
     @property
     def _is_cut_off(self) -> bool:
-        """The first node has the store: without it nobody can be told anything."""
-        return 0 in self.lost
+        """Without the node that has the store nobody can be told anything."""
+        return next((card.node for card in self._cards or () if card.serves), 0) in self.lost
 
     # ---- what the keeper says
 
@@ -176,20 +224,39 @@ class Company:
         getattr(self, f"_on_{message['event']}")(message)
 
     def _on_waiting(self, message: dict[str, Any]) -> None:
-        nodes, came = self._own.nnodes, message["came"]
-        self._show(f"{came} of {nodes} nodes, waiting for {nodes - came}, {message['waited']} s")
+        """On a terminal a line that counts the seconds; in a file one for each time that something has changed."""
+        text = self._waiting_text(message["came"], message["under_way"])
+        if not self._show(f"{text}, {message['waited']} s") and text != self._said_waiting:
+            self._say(text)
+        self._said_waiting = text
+
+    def _waiting_text(self, came: int, under_way: bool) -> str:
+        fewest, most = self._order["terms"]["fewest"], self._order["terms"]["most"]
+        if under_way:
+            return f"the run goes on with {came} node{'s' * (came > 1)}; waiting for its next restart"
+        if came >= fewest:
+            return f"{came} of {fewest} to {most} nodes, a last call for more"
+        return f"{came} of {fewest} nodes, waiting for {fewest - came}"
+
+    def _on_note(self, message: dict[str, Any]) -> None:
+        self._say(message["text"])
 
     def _on_met(self, message: dict[str, Any]) -> None:
         self._cards = [NodeCard(**card) for card in message["cards"]]
+        self._own = self._cards[message["node"]]
+        self._agreed_attempt = max(card.attempt for card in self._cards)
 
     def _on_refused(self, message: dict[str, Any]) -> None:
         raise LaunchError(message["text"])
+
+    def _on_over(self, message: dict[str, Any]) -> None:
+        raise RunOver(message["exit_code"])
 
     def _on_master(self, message: dict[str, Any]) -> None:
         self._master = message["address"], message["port"]
 
     def _on_stop(self, message: dict[str, Any]) -> None:
-        self.stop_reason = message["why"]
+        self.stop_reason, self._stopped_for_good = message["why"], message["for_good"]
 
     def _on_lost(self, message: dict[str, Any]) -> None:
         self.lost[message["node"]] = message["text"]

@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from phalanx.env import MAIN_VARIABLES
-from phalanx.launch import devices
+from phalanx.errors import UsageError
+from phalanx.launch import devices, network
+from phalanx.launch.network import Route
 from phalanx.launch.spec import LaunchSpec, Placement, placements, worker_environment
+from phalanx.ports import LOOPBACK
 
 
 def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
@@ -18,9 +21,11 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    route = _route(spec)
     everyone = placements([spec.nproc_per_node] * spec.nnodes[1])
     cards = spec.devices if spec.devices is not None else devices.visible_cards(environ)
-    environments = [_environment(spec, place, environ) for place in everyone]
+    interface = route.interface if isinstance(route, Route) else None
+    environments = [_environment(spec, place, environ, interface) for place in everyone]
     common = {
         name: values.pop()
         for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
@@ -44,6 +49,10 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     console.print(table)
     console.print("all:      ", " ".join(f"{name}={value}" for name, value in common.items()), soft_wrap=True)
     console.print("runs:     ", command_of(spec), soft_wrap=True)
+    if isinstance(route, Route):
+        console.print("network:  ", f"{route.interface}, {route.address} towards {route.master}", soft_wrap=True)
+    elif route is not None:
+        console.print("network:  ", route, soft_wrap=True)
     console.print("with:     ", spec.program.interpreter or interpreter(), soft_wrap=True)
 
 
@@ -55,10 +64,22 @@ def _title(spec: LaunchSpec, world_size: int) -> str:
     return text
 
 
-def _environment(spec: LaunchSpec, place: Placement, environ: Mapping[str, str]) -> dict[str, str]:
+def _route(spec: LaunchSpec) -> Route | str | None:
+    """The network that would be used, or why none: a table may be wanted before the machines are there."""
+    if spec.nnodes[1] == 1 or spec.master_addr == LOOPBACK:
+        return None
+    try:
+        return network.find_route(spec.master_addr, spec.interface, spec.local_addr)
+    except UsageError as error:
+        return str(error)
+
+
+def _environment(
+    spec: LaunchSpec, place: Placement, environ: Mapping[str, str], interface: str | None
+) -> dict[str, str]:
     base = {**environ, **devices.thread_setting(spec.nproc_per_node, environ)}
     address = spec.master_addr if place.nnodes > 1 else "127.0.0.1"
-    environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id)
+    environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id, interface)
     if not spec.master_port:
         environment["MASTER_PORT"] = "(a free one)"
     return environment

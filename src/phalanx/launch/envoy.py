@@ -1,63 +1,60 @@
 """The keeper's part in a run of several nodes: it meets the others for its agent, and passes on what they say.
 
 A store behind a cut link answers after many minutes, or never. So the thread that listens to the agent never asks it
-anything: one does what the agent has ordered, one looks what the other nodes say, and one notices when that one gets
-no answer any more.
+anything: another one does what the agent has ordered, and the lookout has threads of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import dataclasses
+import os
 import socket
 import threading
-import time
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from phalanx import join, stores
+from phalanx import stores
 from phalanx.errors import PhalanxError
+from phalanx.events import KEEPER_LOG
 from phalanx.launch.channel import Channel
-from phalanx.launch.rendezvous import Book, NodeCard, Page, wait_for
+from phalanx.launch.elastic import Gathering, RunOver, Terms
+from phalanx.launch.lookout import BEAT, SILENCE, Lookout, say_gone
+from phalanx.launch.rendezvous import Book, NodeCard, NodesMissing, Page, Round, wait_for, within
 
-SILENCE = 10.0
-"""Seconds without a sign of life after which a node counts as lost. A link may be away for a shorter time."""
-_BEAT = 0.25
 _LAST_WORDS = 5.0
 _VERDICT_STAYS = 1.0
-_GONE = "gone"
 
 
 class Envoy:
     """Of one node. Everything it hears goes to the agent as an event."""
 
     def __init__(self, channel: Channel, listener: socket.socket | None) -> None:
+        """``listener``: this node serves the store, behind it."""
         self._channel, self._listener = channel, listener
         self._sending = threading.Lock()
         self._store: Any = None
         self._hosted: Any = None
+        self._gathering: Gathering | None = None
+        self._round: Round | None = None
+        self._lookout: Lookout | None = None
         self._workers: tuple[socket.socket, Any] | None = None
         """The socket of the workers' store and the store, on the first node."""
-        self._lost: dict[int, str] = {}
-        self._page: Page | None = None
-        self._has_handed_in = False
-        self._last_page: Page | None = None
         self._orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self._has_obeyed = threading.Event()
-        self._closing = threading.Event()
-        self._answered_at = time.monotonic()
 
     def serve(self) -> None:
         """Until the agent says goodbye, or dies, which the other nodes are told."""
-        self._start(self._obey)
+        _move_stderr()
+        threading.Thread(target=self._obey, name="envoy_obey", daemon=True).start()
         order: dict[str, Any] = {}
         while order.get("op") != "bye":
             received = self._channel.receive()
-            order = received[0] if received is not None else {"op": "bye", "gone": True}
+            order = received[0] if received is not None else {"op": "bye", "exit_code": None}
             self._orders.put(order)
         # It is the last order. If the store has stopped answering, this is not the place to wait for it.
         self._has_obeyed.wait(_LAST_WORDS)
-        self._closing.set()
         self._tell("goodbye")
 
     def _obey(self) -> None:
@@ -70,127 +67,114 @@ class Envoy:
                 if self._hosted is not None:  # a moment, so that the others can read it too
                     wait_for(self._store, "everyone has read the verdict", _VERDICT_STAYS)
                 self._tell("refused", text=str(error))
+            except RunOver as over:
+                self._tell("over", exit_code=over.exit_code)
             except RuntimeError as error:
-                self._lose(0, f"its store does not answer ({str(error).splitlines()[0]})")
+                self._lose_store(f"its store does not answer ({str(error).splitlines()[0]})")
         self._has_obeyed.set()
+
+    def _lose_store(self, text: str) -> None:
+        if self._lookout is not None:
+            self._lookout.lose_store(text)
+        else:
+            self._tell("lost", node=0, text=text)
 
     # ---- what the agent asks for
 
     def _meet(self, message: dict[str, Any]) -> None:
-        self._own = NodeCard(**message["card"])
-        host, port = message["endpoint"]
+        card = NodeCard(**{**message["card"], "serves": self._listener is not None})
+        terms = Terms(**message["terms"])
+        if self._store is None:
+            host, port = message["endpoint"]
+            self._open(host, port, terms.timeout)
+        if self._lookout is not None:
+            self._lookout.close()
+        if message["elastic"]:
+            self._round = self._gather(card, terms)
+        else:
+            book = Book(within(self._store, "run"), card)
+            book.sign()
+            self._round = Round("run", card, book.await_verdict(terms.timeout, self._tell_waiting))
+        self._tell("met", node=self._round.own.node, cards=[vars(card) for card in self._round.cards])
+        self._lookout = Lookout(self._round, self._connect, self._tell)
+
+    def _open(self, host: str, port: int, timeout: float) -> None:
         if self._listener is not None:
             self._hosted = stores.serve(host, self._listener, timeout=60.0)
-        self._connect = lambda: join.open_store(f"tcp://{host}:{port}", 1, 2, True, message["timeout"])[0]
+        self._connect = lambda: stores.connect(host, port, timeout, lambda text: self._tell("note", text=text))
         self._store = self._connect()
-        book = Book(self._store, self._own)
-        book.sign()
-        cards = book.await_verdict(
-            message["timeout"], lambda came, waited: self._tell("waiting", came=came, waited=waited)
-        )
-        self._tell("met", cards=[vars(card) for card in cards])
-        self._cards = cards
-        self._beats = itertools.count()
-        self._start(self._watch, self._guard)
+
+    def _gather(self, card: NodeCard, terms: Terms) -> Round:
+        """Rounds are made until all who were counted have signed in as well; one may have died in between."""
+        if self._gathering is None:
+            self._gathering = Gathering(self._store, dataclasses.replace(card, node=-1), terms, self._tell_count)
+        while True:
+            name, node, nodes = self._gathering.next_round()
+            own = dataclasses.replace(card, node=node, nnodes=nodes)
+            book = Book(within(self._store, name), own)
+            book.sign()
+            with contextlib.suppress(NodesMissing):
+                return Round(name, own, book.await_verdict(SILENCE + _LAST_WORDS, lambda came, waited: None))
+
+    def _tell_waiting(self, came: int, waited: int) -> None:
+        self._tell("waiting", came=came, waited=waited, under_way=False)
+
+    def _tell_count(self, came: int, under_way: bool, waited: int) -> None:
+        self._tell("waiting", came=came, waited=waited, under_way=under_way)
 
     def _attempt(self, message: dict[str, Any]) -> None:
-        number = message["number"]
-        page = Page(self._store, number, len(self._cards))
-        if self._listener is not None:
-            address = self._own.address
-            if self._workers is not None:
-                self._workers[0].close()
-            self._workers = None  # its connections close before the next one is there
-            listener = socket.create_server((address, 0), backlog=socket.SOMAXCONN)
-            self._workers = listener, stores.serve(address, listener, timeout=60.0)
-            page.open_at(address, listener.getsockname()[1])
-        self._page, self._has_handed_in, self._has_stopped = page, False, False
+        assert self._round is not None, "the nodes have met"
+        assert self._lookout is not None
+        page = Page(self._round.within(self._store), message["number"], len(self._round.cards))
+        if self._round.own.node == 0:
+            self._serve_workers(page, self._round.own.address)
+        self._lookout.turn_to(page)
         where = None
-        while where is None and 0 not in self._lost:
-            where = page.where(_BEAT)
+        while where is None and 0 not in self._lookout.lost and not self._lookout.is_cut_off:
+            where = page.where(BEAT)
         if where is not None:
             self._tell("master", address=where[0], port=where[1])
 
+    def _serve_workers(self, page: Page, address: str) -> None:
+        if self._workers is not None:
+            self._workers[0].close()
+        self._workers = None  # its connections close before the next one is there
+        listener = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=socket.SOMAXCONN
+        )
+        self._workers = listener, stores.serve(address, listener, timeout=60.0)
+        page.open_at(address, listener.getsockname()[1])
+
     def _stop(self, message: dict[str, Any]) -> None:
-        assert self._page is not None
-        self._has_stopped = True
-        self._page.stop(message["why"])
+        assert self._lookout is not None
+        self._lookout.stop(message["why"], message["for_good"])
 
     def _endings(self, message: dict[str, Any]) -> None:
-        assert self._page is not None
-        self._page.hand_in(self._own.node, message["endings"])
-        self._has_handed_in = True
-
-    # ---- what the others say
-
-    def _watch(self) -> None:
-        """Speaks with the store, through a connection of its own: a wait on one blocks whoever else would use it."""
-        store = self._connect()
-        seen: dict[int, tuple[bytes, float]] = {}
-        try:
-            while not self._closing.is_set():
-                self._look_after_nodes(store, seen)
-                page = self._page
-                if page is not None:
-                    self._look_at_page(page.through(store), page)
-                self._answered_at = time.monotonic()
-                self._closing.wait(_BEAT)
-        except RuntimeError as error:
-            if not self._closing.is_set():
-                self._lose(0, f"its store does not answer any more ({str(error).splitlines()[0]})")
-
-    def _look_after_nodes(self, store: Any, seen: dict[int, tuple[bytes, float]]) -> None:
-        store.set(f"beat/{self._own.node}", str(next(self._beats)))
-        now = time.monotonic()
-        for card in self._cards:
-            key = f"beat/{card.node}"
-            if card.node == self._own.node or card.node in self._lost:
-                continue
-            beat = store.get(key) if store.check([key]) else b""
-            before, since = seen.get(card.node, (None, now))
-            if beat.startswith(_GONE.encode()):
-                self._lose(card.node, beat.decode().partition(": ")[2])
-            elif beat != before:
-                seen[card.node] = beat, now
-            elif now - since > SILENCE:
-                self._lose(card.node, f"there has been no sign of life for {SILENCE:g} s")
-
-    def _look_at_page(self, page: Page, shown: Page) -> None:
-        if not self._has_stopped:
-            why = page.stopped()
-            if why is not None:
-                self._has_stopped = True
-                self._tell("stop", why=why)
-        if self._has_handed_in:
-            found = page.handed_in(set(self._lost))
-            if found is not None and self._page is shown:
-                self._has_handed_in, self._page, self._last_page = False, None, shown
-                page.sign_as_read(len(self._lost))
-                self._tell("settled", endings={str(node): endings for node, endings in found.items()})
-
-    def _guard(self) -> None:
-        while not self._closing.wait(1.0):
-            if time.monotonic() - self._answered_at > SILENCE and 0 not in self._lost:
-                self._lose(0, f"its store has not answered for {SILENCE:g} s")
-
-    def _lose(self, node: int, text: str) -> None:
-        if node not in self._lost:
-            self._lost[node] = text
-            self._tell("lost", node=node, text=text)
-
-    # ---- the end
+        assert self._lookout is not None
+        self._lookout.hand_in(message["endings"])
 
     def _bye(self, message: dict[str, Any]) -> None:
-        """The first node hosts the store, so it stays until the others have read the end."""
-        if "gone" in message and self._store is not None:
-            self._store.set(f"beat/{self._own.node}", f"{_GONE}: its agent has ended without a word")
-        elif self._listener is not None and self._last_page is not None:
-            self._last_page.await_readers(_LAST_WORDS)
-
-    def _start(self, *targets: Any) -> None:
-        for target in targets:
-            threading.Thread(target=target, name=f"envoy{target.__name__}", daemon=True).start()
+        """Whoever serves the store stays until the others have read the end."""
+        if self._round is None or self._lookout is None:
+            return
+        code = message["exit_code"]
+        if code is None:
+            say_gone(self._round.within(self._store), self._round.own.node)
+            return
+        if self._listener is not None and self._lookout.last_page is not None:
+            self._lookout.last_page.await_readers(_LAST_WORDS)
+        if self._listener is not None and self._gathering is not None:
+            self._gathering.close(code)
+        self._lookout.close()
 
     def _tell(self, event: str, **fields: Any) -> None:
         with self._sending, contextlib.suppress(OSError):  # the agent is gone; serve() is about to notice
             self._channel.send({"event": event, **fields})
+
+
+def _move_stderr() -> None:
+    """torch writes about every host without a name and every connection that ends; that is for a file."""
+    directory = os.environ.get("PHALANX_RUN_DIR")
+    if directory is not None:
+        with contextlib.suppress(OSError), (Path(directory) / KEEPER_LOG).open("ab") as log:
+            os.dup2(log.fileno(), 2)

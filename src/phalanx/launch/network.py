@@ -20,28 +20,31 @@ class Route:
     interface: str
 
 
-def find_route(master: str, interface: str | None = None) -> Route:
+def find_route(master: str, interface: str | None = None, local_addr: str | None = None) -> Route:
     """By asking the kernel which way a packet to the master would take; nothing is sent."""
-    target = resolve(master)
+    target = resolve(master, "the master's name")
+    if local_addr is not None:
+        address = resolve(local_addr, "--local-addr")
+        if not is_own(address):
+            raise UsageError(f"--local-addr {local_addr} is not an address of this machine; give one of its own.")
+        return Route(target, address, _interface_of(address))
     address = _address_of(interface) if interface else _own_address_towards(target, master)
     return Route(target, address, interface or _interface_of(address))
 
 
-def resolve(host: str) -> str:
+def resolve(host: str, what: str) -> str:
     """The address behind a name. One of loopback is none for other machines."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise UsageError(
-            f"the master's name {host!r} cannot be resolved ({error.strerror}); give its address."
-        ) from None
+        raise UsageError(f"{what} {host!r} cannot be resolved ({error.strerror}); give its address.") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         if not _is_loopback(address):
             return address
     raise UsageError(
-        f"the master's name {host!r} stands for {addresses[0]}, which other machines cannot reach; "
-        "give --master-addr its address on the network."
+        f"{what} {host!r} stands for {addresses[0]}, which other machines cannot reach; "
+        "give its address on the network."
     )
 
 

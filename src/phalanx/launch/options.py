@@ -8,12 +8,16 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch import devices, flags
 from phalanx.launch.spec import LaunchSpec, Program
-from phalanx.ports import check_port
+from phalanx.ports import LOOPBACK, check_port
+
+_DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
+_CONF = ("join_timeout", "timeout", "last_call_timeout", "is_host")
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[LaunchSpec, bool]:
@@ -43,10 +47,9 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         nproc_per_node=nproc,
         nnodes=_nodes(arguments.nnodes),
         node_rank=arguments.node_rank,
-        master_addr=arguments.master_addr,
-        master_port=_port(arguments),
+        **_meeting(arguments),
         interface=arguments.interface,
-        rdzv_timeout=arguments.rdzv_timeout,
+        local_addr=arguments.local_addr,
         run_id=arguments.rdzv_id,
         role=arguments.role,
         max_restarts=arguments.max_restarts,
@@ -113,16 +116,50 @@ def _nodes(text: str) -> tuple[int, int]:
     return fewest, most
 
 
-def _port(arguments: argparse.Namespace) -> int:
-    """The store's port: 0 for a free one. On one machine an endpoint's port means the same as --master-port."""
-    if arguments.rdzv_backend not in ("static", "c10d"):
-        raise UsageError(f"--rdzv-backend {arguments.rdzv_backend} is not supported; use static or c10d.")
+def _meeting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where and how the nodes meet."""
+    kind = arguments.rdzv_backend
+    if kind not in _DEFAULT_PORT:
+        raise UsageError(f"--rdzv-backend {kind} is not supported; use static or c10d.")
+    settings = _conf(arguments.rdzv_conf)
+    host, port = _place(arguments)
+    return {
+        "rdzv_backend": kind,
+        "master_addr": host,
+        "master_port": port,
+        "rdzv_timeout": settings.get("join_timeout", settings.get("timeout", arguments.rdzv_timeout)),
+        "last_call": settings.get("last_call_timeout", LaunchSpec.last_call),
+        "is_host": bool(settings["is_host"]) if "is_host" in settings else None,
+    }
+
+
+def _place(arguments: argparse.Namespace) -> tuple[str, int]:
+    """Host and port, which is 0 for a free one. On one machine an endpoint's port means the same as --master-port."""
+    endpoint, kind = arguments.rdzv_endpoint, arguments.rdzv_backend
     if arguments.standalone:
-        return 0
-    port = re.search(r":(\d+)$", arguments.rdzv_endpoint)
-    if port and not (arguments.rdzv_backend == "static" and arguments.master_port is not None):
-        return check_port(int(port[1]), "the port of --rdzv-endpoint")
-    return check_port(arguments.master_port or 0, "--master-port")
+        return LOOPBACK, 0
+    if not endpoint or (kind == "static" and arguments.master_port is not None):
+        return arguments.master_addr, check_port(arguments.master_port or 0, "--master-port")
+    parts = re.fullmatch(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d+))?", endpoint)
+    if parts is None:
+        raise UsageError(f"--rdzv-endpoint {endpoint!r} is not HOST or HOST:PORT; an IPv6 address stands in brackets.")
+    default = 0 if _nodes(arguments.nnodes)[1] == 1 else _DEFAULT_PORT[kind]
+    port = int(parts["port"]) if parts["port"] else default
+    return parts["v6"] or parts["host"], check_port(port, "the port of --rdzv-endpoint")
+
+
+def _conf(text: str) -> dict[str, float]:
+    """torchrun's ``join_timeout=60,last_call_timeout=5``, as far as there is a use for it."""
+    settings: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name.strip() not in _CONF:
+            raise UsageError(f"--rdzv-conf has {name!r}, which is not known; there are {', '.join(_CONF)}.")
+        try:
+            settings[name.strip()] = float({"true": "1", "false": "0"}.get(value.lower(), value))
+        except ValueError:
+            raise UsageError(f"--rdzv-conf {part} is not a number; give it like {name}=30.") from None
+    return settings
 
 
 def _start_method(text: str) -> str:

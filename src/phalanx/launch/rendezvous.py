@@ -2,7 +2,8 @@
 
 This runs in the keeper of each node, which has torch; the agent, which has not, talks to it through their channel.
 The store holds three things: the book where each node signs in, a page for each attempt (where its workers meet, that
-it has to stop, how each node's ranks ended), and each node's sign of life.
+it has to stop, how each node's ranks ended), and each node's sign of life. They stand under the name of the round: one
+for the whole run when nodes have numbers from the start, and one for each attempt when they come and go.
 """
 
 from __future__ import annotations
@@ -28,24 +29,61 @@ class NodeCard:
     address: str
     nproc: int
     nnodes: int
+    """How many there are in this round."""
+    asked: str
+    """What it was told: N or MIN:MAX."""
     max_restarts: int
     run_id: str
     torch: str
     phalanx: str
     directory: str
     """Its run directory."""
+    attempt: int = 0
+    """The next one that it knows of. A node that comes late goes on with the others' number."""
+    serves: bool = False
+    """It has the store: without this node nobody can be told anything."""
 
     def __str__(self) -> str:
+        if self.node < 0:  # not numbered yet
+            return f"host {self.host} ({self.address})"
         return f"node {self.node} (host {self.host}, {self.address})"
 
 
 _MUST_AGREE = {
-    "nnodes": ("--nnodes", "give all nodes the same"),
+    "asked": ("--nnodes", "give all nodes the same"),
     "max_restarts": ("--max-restarts", "give all nodes the same"),
     "run_id": ("--rdzv-id", "another run uses this port; give each run a port of its own"),
     "torch": ("torch", "install the same on all nodes"),
     "phalanx": ("phalanx", "install the same on all nodes"),
 }
+
+
+@dataclass(frozen=True)
+class Round:
+    """The nodes that take part, from one meeting to the next."""
+
+    name: str
+    own: NodeCard
+    cards: tuple[NodeCard, ...]
+
+    @property
+    def server(self) -> int:
+        """The node that has the store."""
+        return next((card.node for card in self.cards if card.serves), 0)
+
+    def within(self, store: Any) -> Any:
+        """The round's own part of the store."""
+        return within(store, self.name)
+
+
+def within(store: Any, name: str) -> Any:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(name, store)
+
+
+class NodesMissing(JoinError):
+    """Not all nodes of a round have signed in."""
 
 
 class Book:
@@ -59,17 +97,24 @@ class Book:
         if self._store.add(f"taken/{own.node}", 1) > 1:
             wait_for(self._store, f"card/{own.node}", 2 * _SLICE)
             raise self._rule(f"two nodes were given --node-rank {own.node}: {self.card(own.node)} and {own.host}.")
-        text = json.dumps(asdict(own))
-        self._store.set(f"card/{own.node}", text)
-        first = NodeCard(**json.loads(self._store.compare_set("first", "", text)))
-        for name, (word, advice) in _MUST_AGREE.items():
-            ours, theirs = getattr(own, name), getattr(first, name)
-            if ours != theirs:
-                raise self._rule(f"{own} has {word} {ours}, but {first} has {theirs}; {advice}.")
+        self._store.set(f"card/{own.node}", json.dumps(asdict(own)))
+        complaint = self.complaint()
+        if complaint:
+            raise self._rule(complaint)
         if self._store.add("arrived", 1) == own.nnodes:
             self._store.set("verdict", json.dumps({"ok": True}))
 
-    def await_verdict(self, timeout: float, tell: Callable[[int, int], None]) -> list[NodeCard]:
+    def complaint(self) -> str | None:
+        """What this node has that the first one to come has not."""
+        own = self._own
+        first = NodeCard(**json.loads(self._store.compare_set("first", "", json.dumps(asdict(own)))))
+        for name, (word, advice) in _MUST_AGREE.items():
+            ours, theirs = getattr(own, name), getattr(first, name)
+            if ours != theirs:
+                return f"{own} has {word} {ours}, but {first} has {theirs}; {advice}."
+        return None
+
+    def await_verdict(self, timeout: float, tell: Callable[[int, int], None]) -> tuple[NodeCard, ...]:
         """All cards, when all have signed. ``tell`` hears, once a second, how many have and for how long it took."""
         started = time.monotonic()
         while not wait_for(self._store, "verdict", _SLICE):
@@ -79,21 +124,22 @@ class Book:
                 missing = [node for node in range(self._own.nnodes) if not self._store.check([f"card/{node}"])]
                 names = ", ".join(map(str, missing))
                 raise self._rule(
-                    f"after {timeout:g} s node{'s' * (len(missing) > 1)} {names} of {self._own.nnodes} "
+                    kind=NodesMissing,
+                    text=f"after {timeout:g} s node{'s' * (len(missing) > 1)} {names} of {self._own.nnodes} "
                     f"{'have' if len(missing) > 1 else 'has'} not come; start the same command there with its "
-                    "--node-rank, or wait longer with --rdzv-timeout."
+                    "--node-rank, or wait longer with --rdzv-timeout.",
                 )
         verdict = json.loads(self._store.get("verdict"))
         if "error" in verdict:
-            raise JoinError(verdict["error"])
-        return [self.card(node) for node in range(self._own.nnodes)]
+            raise (NodesMissing if verdict["missing"] else JoinError)(verdict["error"])
+        return tuple(self.card(node) for node in range(self._own.nnodes))
 
     def card(self, node: int) -> NodeCard:
         return NodeCard(**json.loads(self._store.get(f"card/{node}")))
 
-    def _rule(self, text: str) -> JoinError:
-        self._store.set("verdict", json.dumps({"error": text}))
-        return JoinError(text)
+    def _rule(self, text: str, kind: type[JoinError] = JoinError) -> JoinError:
+        self._store.set("verdict", json.dumps({"error": text, "missing": kind is NodesMissing}))
+        return kind(text)
 
 
 def wait_for(store: Any, key: str, seconds: float) -> bool:
@@ -129,13 +175,13 @@ class Page:
         address, port = json.loads(self._store.get(self._key("master")))
         return address, port
 
-    def stop(self, why: str) -> None:
-        """Tells all nodes to end this attempt. The first reason is the one that counts."""
-        self._store.compare_set(self._key("stop"), "", why)
+    def stop(self, why: str, for_good: bool) -> None:
+        """Tells all nodes to end this attempt, and not to try another. The first reason is the one that counts."""
+        self._store.compare_set(self._key("stop"), "", json.dumps({"why": why, "for_good": for_good}))
 
-    def stopped(self) -> str | None:
+    def stopped(self) -> dict[str, Any] | None:
         """The reason to stop, if there is one."""
-        return self._store.get(self._key("stop")).decode() if self._store.check([self._key("stop")]) else None
+        return json.loads(self._store.get(self._key("stop"))) if self._store.check([self._key("stop")]) else None
 
     def hand_in(self, node: int, endings: list[dict[str, Any]]) -> None:
         self._store.set(self._key(f"endings/{node}"), json.dumps(endings))

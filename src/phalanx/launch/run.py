@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx import events, ports
-from phalanx.errors import UsageError
+from phalanx.errors import PortBusy, UsageError
 from phalanx.launch import network, program
 from phalanx.launch.devices import thread_setting
 from phalanx.launch.network import Route
@@ -27,12 +28,11 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
     program.check(spec)
     _raise_file_limit(spec)
-    route = _route(spec)
+    route = find_route(spec)
     with contextlib.ExitStack() as stack:
-        listener = None
-        if route is None or spec.node_rank == 0:
-            here = ports.LOOPBACK if route is None else route.address
-            listener = stack.enter_context(contextlib.closing(ports.listen(here, spec.master_port)))
+        listener = _listener(spec, route)
+        if listener is not None:
+            stack.enter_context(contextlib.closing(listener))
         directory = events.new_run_directory(Path(spec.log_dir), events.new_run_id())
         environment = {**environ, **thread_setting(spec.nproc_per_node, environ), "PHALANX_RUN_DIR": str(directory)}
         nursery = Nursery(
@@ -50,19 +50,40 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         return Agent(spec, environment, nursery, directory, route).run()
 
 
-def _route(spec: LaunchSpec) -> Route | None:
+def _listener(spec: LaunchSpec, route: Route | None) -> socket.socket | None:
+    """What the keeper serves: the ranks' store when there is one node, or the one where the nodes meet."""
+    if route is None:
+        return ports.listen(ports.LOOPBACK, spec.master_port)
+    if spec.rdzv_backend == "static":
+        return ports.listen(route.address, spec.master_port) if spec.node_rank == 0 else None
+    is_own = network.is_own(route.master)
+    if not (is_own if spec.is_host is None else spec.is_host):
+        return None
+    try:
+        return ports.listen(route.master if is_own else route.address, spec.master_port)
+    except PortBusy:
+        return None  # another agent of this machine may serve it; if it is anything else, the keeper will say so
+
+
+def find_route(spec: LaunchSpec) -> Route | None:
     """The way to the other nodes; None when there are none."""
     fewest, most = spec.nnodes
     if most == 1:
         return None
-    if fewest != most:
-        raise UsageError(f"--nnodes {fewest}:{most}: a range of machines is not supported yet; give their number.")
+    is_static = spec.rdzv_backend == "static"
+    if is_static and fewest != most:
+        raise UsageError(
+            f"--nnodes {fewest}:{most} is a range, and nodes that come and go need --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT; or give their number."
+        )
     if spec.master_addr == ports.LOOPBACK:
-        raise UsageError(f"--nnodes {most} needs --master-addr: the address of the machine with --node-rank 0.")
+        if is_static:
+            raise UsageError(f"--nnodes {most} needs --master-addr: the address of the machine with --node-rank 0.")
+        raise UsageError(f"--nnodes {most} needs --rdzv-endpoint: the address of one of the machines, where they meet.")
     if not spec.master_port:
         raise UsageError(f"--nnodes {most} needs --master-port: a port that is free on {spec.master_addr}.")
-    route = network.find_route(spec.master_addr, spec.interface)
-    if spec.node_rank == 0 and not network.is_own(route.master):
+    route = network.find_route(spec.master_addr, spec.interface, spec.local_addr)
+    if is_static and spec.node_rank == 0 and not network.is_own(route.master):
         raise UsageError(
             f"--node-rank 0 is the machine with the master's address, but {spec.master_addr} is not this one's; "
             "give this machine's address, or another --node-rank."

@@ -40,7 +40,15 @@ class LaunchSpec:
     """0: a free one is taken."""
     interface: str | None = None
     """The network to the other nodes; None for the one that leads to the master."""
+    local_addr: str | None = None
+    """This node's address on that network; None for the one it has."""
+    rdzv_backend: str = "static"
+    """``static``: nodes have numbers from the start; ``c10d``: the master's address is where they meet and get them."""
     rdzv_timeout: float = 300.0
+    last_call: float = 10.0
+    """Seconds to wait for more nodes when the fewest that are needed have come."""
+    is_host: bool | None = None
+    """Whether this node serves the c10d meeting; None: when the address is one of its own."""
     run_id: str = "none"
     role: str = "default"
     max_restarts: int = 0
@@ -66,7 +74,7 @@ class LaunchSpec:
             raise UsageError(f"--nnodes {fewest}:{most} is not a range; give N, or MIN:MAX with 1 <= MIN <= MAX.")
         if self.nproc_per_node < 1:
             raise UsageError(f"--nproc-per-node is {self.nproc_per_node}; a node runs at least one process.")
-        if not 0 <= self.node_rank < most:
+        if not 0 <= self.node_rank < most and self.rdzv_backend == "static":  # elsewhere it is not heeded
             raise UsageError(f"--node-rank {self.node_rank} does not exist: {most} node(s) have 0 to {most - 1}.")
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}; give 0 or more.")
