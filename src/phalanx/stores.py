@@ -14,7 +14,8 @@ from phalanx.errors import MasterUnreachable
 
 _HANDSHAKE = 10.0
 """Seconds for a server that accepts connections to answer as a store does."""
-_FIRST_WORD = 10.0
+_FIRST_WORD, _NEXT_WORD = 3.0, 10.0
+"""Seconds until a wait is told, and told again."""
 
 
 def serve(host: str, listener: socket.socket, timeout: float) -> Any:
@@ -85,7 +86,7 @@ def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], 
             raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
         now = time.monotonic()
         if now >= told:
-            told = now + _FIRST_WORD
+            told = now + _NEXT_WORD
             tell(f"waiting for the master {host}:{port} for {now - started:.0f} s: {reason}")
         if now - started >= timeout:
             raise MasterUnreachable(
