@@ -15,6 +15,7 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import UsageError
+from tests.conftest import free_port
 
 
 def note(rank: int, directory: Path) -> None:
@@ -168,8 +169,6 @@ def work(rank, world_size):
 if __name__ == "__main__":
     mp.spawn(work, args=(2,), nprocs=2, join=True)
 """
-    from tests.ranks.test_init import free_port
-
     for module in ("torch.multiprocessing", "phalanx"):
         got = run_script(tmp_path, text.format(module=module, port=free_port()))
         assert sorted(got.stdout.splitlines()) == ["0 2", "1 2"], got.stderr

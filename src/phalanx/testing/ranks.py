@@ -11,7 +11,8 @@
     def test_add_up():
         assert run_ranks(add_up, 4) == [6.0] * 4
 
-The first call imports torch once, in a helper process; each further call takes some milliseconds.
+The first call imports torch once, in a helper process; each further call takes some milliseconds. The ranks share the
+cores, as under ``phalanx run``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from phalanx import ports
 from phalanx.errors import PhalanxError
 from phalanx.launch.channel import anonymous_file
+from phalanx.launch.devices import thread_setting
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spawn import SpawnContext
 
@@ -112,6 +114,7 @@ class _Slot:
 def _call(
     rank: int, fn: Callable[..., Any], args: tuple[Any, ...], slots: list[_Slot], join_group: bool, backend: str | None
 ) -> None:
+    _share_cores(len(slots))
     if not join_group:
         slots[rank].store(fn(rank, *args))
         return
@@ -119,3 +122,13 @@ def _call(
 
     with phalanx.init(backend) as world:
         slots[rank].store(fn(world, *args))
+
+
+def _share_cores(ranks: int) -> None:
+    """Ranks with as many threads as there are cores would spend their time waiting for each other."""
+    setting = thread_setting(ranks, os.environ)
+    os.environ.update(setting)
+    if setting:
+        import torch
+
+        torch.set_num_threads(int(setting["OMP_NUM_THREADS"]))
