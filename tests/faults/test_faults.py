@@ -440,7 +440,7 @@ def test_the_old_attempt_is_gone_before_the_next_starts(phalanx: Runner, script)
         print("left over:", psutil.pid_exists(int(open("child").read())))
         """
     )
-    outcome = phalanx("run", *WITHOUT_TORCH, "--max-restarts", "1", name)
+    outcome = phalanx("run", "--max-restarts", "1", name)
     assert outcome.out == "left over: False\n"
 
 
