@@ -28,9 +28,8 @@ REPOSITORY = Path(__file__).parents[1]
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
-# Tests with limits of time, or of what else runs on the machine. `make test` runs them one after the other, and the
-# rest, which only compute, in two processes.
-_ALONE = ("faults/", *(f"ranks/test_{name}.py" for name in ("run", "init", "order", "spawn")))
+# Tests with limits of about a second. `make test` runs them one after the other, and the rest in two processes.
+_ALONE = ("faults/test_faults.py", "faults/test_shm", "ranks/test_run.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import UsageError
+from phalanx.launch.devices import usable_cores
 from tests.conftest import free_port
 
 
@@ -280,6 +281,29 @@ def test_run_ranks_gives_back_results_of_any_size(run_ranks) -> None:
         return bytes([world.rank]) * 3_000_000
 
     assert [len(result) for result in run_ranks(much, 2)] == [3_000_000] * 2
+
+
+def test_run_ranks_lets_its_ranks_finish(run_ranks, tmp_path: Path) -> None:
+    """Their threads are waited for, and what is registered for the end is done."""
+
+    def work(rank: int) -> None:
+        import atexit
+        import threading
+
+        atexit.register((tmp_path / f"at exit {rank}").touch)
+        threading.Timer(0.2, (tmp_path / f"thread {rank}").touch).start()
+
+    run_ranks(work, 2, join_group=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"at exit 0", "at exit 1", "thread 0", "thread 1"}
+
+
+def test_run_ranks_shares_the_cores(run_ranks) -> None:
+    def threads(rank: int) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    assert run_ranks(threads, 2, join_group=False) == [max(1, usable_cores() // 2)] * 2
 
 
 def test_run_ranks_says_when_it_takes_too_long(run_ranks) -> None:

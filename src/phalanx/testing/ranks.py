@@ -21,8 +21,9 @@ import atexit
 import contextlib
 import os
 import pickle
+import threading
 from collections.abc import Callable
-from multiprocessing import reduction
+from multiprocessing import reduction, util
 from typing import Any
 
 from phalanx import ports
@@ -115,13 +116,14 @@ def _call(
     rank: int, fn: Callable[..., Any], args: tuple[Any, ...], slots: list[_Slot], join_group: bool, backend: str | None
 ) -> None:
     _share_cores(len(slots))
-    if not join_group:
-        slots[rank].store(fn(rank, *args))
-        return
-    import phalanx
+    if join_group:
+        import phalanx
 
-    with phalanx.init(backend) as world:
-        slots[rank].store(fn(world, *args))
+        with phalanx.init(backend) as world:
+            slots[rank].store(fn(world, *args))
+    else:
+        slots[rank].store(fn(rank, *args))
+    _leave()
 
 
 def _share_cores(ranks: int) -> None:
@@ -132,3 +134,14 @@ def _share_cores(ranks: int) -> None:
         import torch
 
         torch.set_num_threads(int(setting["OMP_NUM_THREADS"]))
+
+
+def _leave() -> None:
+    """The end of an interpreter, but for taking its modules apart.
+
+    That would copy most of the memory that is shared with the helper, and take longer than most tests.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    util._flush_std_streams()  # pyright: ignore[reportAttributeAccessIssue]
+    os._exit(0)
