@@ -7,6 +7,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -27,9 +28,8 @@ REPOSITORY = Path(__file__).parents[1]
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
-# Tests with limits of time, or of what else runs on the machine. `make test` runs them one after the other, and the
-# rest, which only compute, in two processes.
-_ALONE = ("faults/", *(f"ranks/test_{name}.py" for name in ("run", "init", "order", "spawn")))
+# Tests with limits of about a second. `make test` runs them one after the other, and the rest in two processes.
+_ALONE = ("faults/test_faults.py", "faults/test_shm", "ranks/test_run.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,7 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
     # Nothing of the machine that runs the tests may reach into them.
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE"):
+        # The last of them would have every process that a test starts compile all that it imports.
+        own = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or name in own:
             del os.environ[name]
     # A shell may have started this session with Ctrl-C ignored, which every process below would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -110,6 +112,14 @@ def read_terminal(primary: int) -> bytes:
 
 
 Runner = Callable[..., Outcome]
+
+WITHOUT_TORCH = ("--start-method", "exec")
+"""For a run whose script needs no torch: no process imports it, and the run takes a quarter of the time."""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def start(*arguments: str, cwd: Path, env: dict[str, str] | None = None, **options) -> subprocess.Popen:
@@ -175,19 +185,13 @@ def _have_shared_memory_of_our_own() -> bool:
 
 
 def marked_processes() -> set[int]:
-    """Every process that descends from this test session, whoever its parent is by now."""
+    """Every process that descends from this test session, whoever its parent is by now. A zombie has no variables."""
     found = set()
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and _MARK.encode() in _environ(process.pid):
-                found.add(process.pid)
-        except (psutil.Error, OSError):
-            continue
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:  # it may end meanwhile
+            if _MARK.encode() in environ.read().split(b"\0"):
+                found.add(int(pid))
     return found
-
-
-def _environ(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def _helpers() -> set[int]:

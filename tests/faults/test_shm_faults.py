@@ -15,20 +15,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
-import phalanx as px
 from phalanx.world import World
+from tests.losing import die, outcome, survivors
 
 RunRanks = Callable[..., list[Any]]
-
-
-def outcome(act: Callable[[], Any]) -> tuple[str, str, float]:
-    """The kind and text of what it raised, and the seconds it took."""
-    started = time.monotonic()
-    try:
-        act()
-    except RuntimeError as error:
-        return type(error).__name__, str(error), time.monotonic() - started
-    return "nothing", "", time.monotonic() - started
 
 
 # ---- ranks that call different things
@@ -105,10 +95,6 @@ def _swap(text: str) -> str:
 # ---- ranks that die
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def lose_a_rank(world: World, how: str) -> tuple[str, str, float]:
     tensor = torch.ones(300_000)
     dist.all_reduce(tensor)
@@ -144,52 +130,14 @@ def lose_in_backward(world: World) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("how", ["sync", "small", "async", "future", "backward"])
-def test_a_killed_rank(how: str, tmp_path: Any) -> None:
-    """Without a launcher, which would end the survivors itself: they write down what they saw."""
-    results = run_and_lose(lose_a_rank, 3, how)
+def test_a_killed_rank(how: str) -> None:
+    results = survivors(lose_a_rank, 3, how)
     assert sorted(results) == [0, 2]
     for name, message, seconds in results.values():
         assert "rank 1 (pid " in message
         assert "has ended without taking part in collective #" in message
         assert seconds < 0.3 + 1.0
         assert name == ("RuntimeError" if how == "future" else "PeerLost")  # a torch Future knows no other error
-
-
-def run_and_lose(act: Callable[..., Any], ranks: int, *args: Any) -> dict[int, Any]:
-    """Runs ``act`` on ranks of which some die; what the others returned."""
-    import multiprocessing
-    import tempfile
-
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as directory:
-        queue = context.SimpleQueue()
-        processes = [
-            context.Process(target=_one_rank, args=(rank, ranks, f"file://{directory}/store", queue, act, args))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-                raise AssertionError("a rank hangs")
-        results = {}
-        while not queue.empty():
-            rank, value = queue.get()
-            results[rank] = value
-        queue.close()
-        for process in processes:
-            process.close()
-        return results
-
-
-def _one_rank(rank: int, ranks: int, meeting: str, queue: Any, act: Callable[..., Any], args: Any) -> None:
-    torch.set_num_threads(1)  # the threads that this process's parent may have had are not there
-    world = px.init("shm", meeting, ranks, rank, timeout=30)
-    queue.put((rank, act(world, *args)))
-    os._exit(0)  # the group may be broken, and leaving it in order is not what is tested
 
 
 # ---- ranks that stop or do not come
@@ -341,7 +289,7 @@ def lose_a_correspondent(world: World, how: str) -> tuple[str, str, float]:
 
 @pytest.mark.parametrize("how", ["waiting", "last words", "in the middle", "full", "anybody"])
 def test_a_correspondent_is_killed(how: str) -> None:
-    ((name, message, seconds),) = run_and_lose(lose_a_correspondent, 2, how).values()
+    ((name, message, seconds),) = survivors(lose_a_correspondent, 2, how).values()
     assert name == "PeerLost"
     assert message.startswith("rank 1 (pid ")
     assert "has ended or left" in message
@@ -380,7 +328,7 @@ def test_messages_end_with_their_group(run_ranks: RunRanks) -> None:
         threading.Timer(0.2, fresh.abort).start()
         return outcome(lambda: dist.recv(torch.ones(1), 1))
 
-    name, message, seconds = run_and_lose(check, 2)[0]
+    name, message, seconds = survivors(check, 2)[0]
     assert name == "CollectiveAborted"
     assert "the group was left while rank 1 has not sent float32[1]" in message
     assert seconds < 1

@@ -20,8 +20,8 @@ from phalanx import errors
 from phalanx.shm import ShmGroup
 
 RANKS = 3
-KILLS = 75
-STOPS = 25
+KILLS = 40
+STOPS = 12
 
 
 def segments() -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Runner
+from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 PROBE = Path(__file__).with_name("probe.py")
 RANKS = 2
@@ -107,37 +107,51 @@ def test_interpreter_flags_reach_the_workers(phalanx: Runner, script, tmp_path: 
         assert got.stdout == "1 True True\n"
 
 
-@pytest.mark.parametrize("method", ["fork", "exec"])
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("pass", 0),
-        ("import sys; sys.exit(7)", 7),
-        ("import sys; sys.exit('a reason')", 1),
-        ("raise ValueError('x')", 1),
-        ("import os; os._exit(9)", 9),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
-        ("raise KeyboardInterrupt", 130),
-    ],
-)
-def test_exit_codes(method: str, line: str, code: int, phalanx: Runner, script) -> None:
-    assert phalanx("run", "--start-method", method, script(line)).code == code
+ENDS = {
+    "pass": 0,
+    "import sys; sys.exit(7)": 7,
+    "import sys; sys.exit('a reason')": 1,
+    "raise ValueError('x')": 1,
+    "import os; os._exit(9)": 9,
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": 137,
+    "raise KeyboardInterrupt": 130,
+}
 
 
-@pytest.mark.parametrize("threads", ["1", "5"])
-def test_settings_made_before_the_import_are_heard(threads: str, phalanx: Runner, script) -> None:
+@pytest.mark.parametrize(("line", "code"), ENDS.items())
+def test_exit_codes(line: str, code: int, phalanx: Runner, script) -> None:
+    assert phalanx("run", *WITHOUT_TORCH, script(line)).code == code
+
+
+def test_every_end_is_the_same_both_ways(phalanx: Runner, script, tmp_path: Path) -> None:
+    """One run for each way of starting, in which every attempt ends as one of those above, and the last one well."""
+    ends = [line for line, code in ENDS.items() if code] + ["pass"]
+    name = script(f"import os; exec({ends}[int(os.environ['TORCHELASTIC_RESTART_COUNT'])])")
+    causes = {}
+    for method in ("fork", "exec"):
+        outcome = phalanx("run", "--start-method", method, "--max-restarts", str(len(ends) - 1), name)
+        assert outcome.code == 0, outcome.err
+        events = [json.loads(line) for line in (tmp_path / "runs/latest/agent.events.jsonl").read_text().splitlines()]
+        causes[method] = [event["cause"] for event in events if event["event"] == "restarting"]
+    assert causes["fork"] == causes["exec"]
+    assert len(set(causes["fork"])) == len(ends) - 1
+
+
+def test_settings_made_before_the_import_are_heard(phalanx: Runner, script) -> None:
     name = script(
-        f"""
+        """
         import os
-        os.environ["OMP_NUM_THREADS"] = "{threads}"
+        os.environ["OMP_NUM_THREADS"] = "1" if os.environ["RANK"] == "0" else "5"
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         import torch
         print(torch.get_num_threads(), torch.distributed.get_debug_level().name)
         """
     )
-    forked, fresh = (phalanx("run", "--start-method", method, name).out for method in ("fork", "exec"))
+    forked, fresh = (
+        by_rank(phalanx("run", "--nproc-per-node", "2", "--start-method", method, name)) for method in ("fork", "exec")
+    )
     assert forked == fresh
-    assert forked.endswith(" DETAIL\n")
+    assert [line.endswith(" DETAIL") for lines in forked.values() for line in lines] == [True, True]
 
 
 def test_a_setting_that_comes_too_late_is_said(phalanx: Runner, script) -> None:
@@ -207,7 +221,8 @@ def test_pdb_talks_through_standard_input(method: str, phalanx: Runner, script, 
 def test_coverage_of_a_worker(method: str, phalanx: Runner, script, tmp_path: Path) -> None:
     import coverage
 
-    name = script("import torch\nif torch.ones(1).item() == 2:\n    print('never')\nprint('ran')")
+    module = "torch" if method == "fork" else "json"  # a fresh interpreter is measured whatever it imports
+    name = script(f"import {module}\nif {module} is None:\n    print('never')\nprint('ran')")
     data = tmp_path / "data"
     outcome = phalanx("run", "--start-method", method, "-m", "coverage", "run", f"--data-file={data}", name)
     assert outcome.out == "ran\n", outcome.err

@@ -5,6 +5,7 @@ The reference is plain torch in one process, with the whole batch at once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx as px
+from phalanx import testing
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
@@ -106,12 +108,16 @@ def same_everywhere(values: Tensor, world: World) -> bool:
     return all(torch.equal(one.view(torch.int32), values.view(torch.int32)) for one in found)
 
 
+@functools.cache
+def references() -> list[Tensor]:
+    return testing.run_ranks(lambda world: [in_one_process(setting) for setting in SETTINGS], 1)[0]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_to_one_process(size: int, run_ranks: RunRanks) -> None:
-    references = run_ranks(lambda world: [in_one_process(setting) for setting in SETTINGS], 1)[0]
     results = run_ranks(lambda world: [with_phalanx(world, setting) for setting in SETTINGS], size, timeout=120)
     start = flat(make_model())
-    for place, (setting, reference) in enumerate(zip(SETTINGS, references, strict=True)):
+    for place, (setting, reference) in enumerate(zip(SETTINGS, references(), strict=True)):
         parameters, _, equal = results[0][place]
         assert all(result[place][2] for result in results), f"{setting}: replicas differ"
         assert equal

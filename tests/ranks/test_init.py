@@ -7,106 +7,132 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import phalanx as px
 from phalanx.errors import JoinError, MasterUnreachable, UsageError
-from tests.conftest import Runner, start
+from tests.conftest import Runner, free_port, start
+
+RunRanks = Callable[..., list[Any]]
 
 JOIN = """
-import sys, time
+import sys
 import phalanx as px
 import torch, torch.distributed as dist
-{settings}
-try:
-    with px.init({arguments}) as world:
-        total = torch.tensor(float(world.rank + 1))
-        dist.all_reduce(total)
-        sys.stdout.write(f"{{world.rank}} {{world.size}} {{int(total)}} {{world.launcher}}{{chr(10)}}")
-except px.PhalanxError as error:
-    print(type(error).__name__, error)
+with px.init() as world:
+    total = torch.tensor(float(world.rank + 1))
+    dist.all_reduce(total)
+    sys.stdout.write(f"{world.rank} {world.size} {int(total)} {world.launcher}{chr(10)}")
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+@dataclass(frozen=True)
+class Part:
+    """A process that no launcher has started: its variables, and what it gives to px.init."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    own_store: str | None = None
+    """The file of a store that it makes itself."""
 
 
-def together(tmp_path: Path, *scripts: tuple[str, dict[str, str]], timeout: float = 40) -> tuple[list[str], float]:
-    """Starts each script by itself, without a launcher; returns what each printed."""
-    processes = []
-    for number, (text, env) in enumerate(scripts):
-        path = tmp_path / f"part{number}.py"
-        path.write_text(text)
-        processes.append(start(str(path), cwd=tmp_path, env=env))
-    started = time.monotonic()
+def play(rank: int, parts: tuple[Part, ...], environ: dict[str, str]) -> tuple[str, float]:
+    """In a process of its own: what came of joining, and the seconds it took."""
+    import torch
+    import torch.distributed as dist
+
+    part = parts[rank]
+    os.environ.clear()  # of all that the helper behind `run_ranks` has set
+    os.environ.update({**environ, **part.env})
+    arguments = part.arguments
+    if part.own_store is not None:
+        arguments = {**arguments, "store": dist.FileStore(part.own_store, len(parts))}
+    began = time.monotonic()
     try:
-        return [process.communicate(timeout=timeout)[0].strip() for process in processes], time.monotonic() - started
+        with px.init(**arguments) as world:
+            total = torch.tensor(float(world.rank + 1))
+            dist.all_reduce(total)
+            text = f"{world.rank} {world.size} {int(total)} {world.launcher}"
+    except px.PhalanxError as error:
+        text = f"{type(error).__name__} {error}"
+    return text, time.monotonic() - began
+
+
+def together(run_ranks: RunRanks, *parts: Part) -> tuple[list[str], float]:
+    """What each says that came of joining, and how long the slowest took."""
+    results = run_ranks(play, len(parts), parts, dict(os.environ), join_group=False)
+    return [text for text, _ in results], max(seconds for _, seconds in results)
+
+
+def at(init_method: str, world_size: int, rank: int, timeout: float = 30.0) -> Part:
+    return Part({"init_method": init_method, "world_size": world_size, "rank": rank, "timeout": timeout})
+
+
+def on_port(port: int | None = None) -> str:
+    return f"tcp://127.0.0.1:{port or free_port()}"
+
+
+def run_plainly(tmp_path: Path, *variables: dict[str, str]) -> list[str]:
+    """Plain interpreters with these variables; what each printed."""
+    (tmp_path / "train.py").write_text(JOIN)
+    processes = [start("train.py", cwd=tmp_path, env=env) for env in variables]
+    try:
+        return [process.communicate(timeout=40)[0].strip() for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
 
 
-def part(arguments: str, settings: str = "", **env: str) -> tuple[str, dict[str, str]]:
-    return JOIN.format(arguments=arguments, settings=settings), env
-
-
 def test_nothing_at_all_is_a_world_of_one(tmp_path: Path) -> None:
-    out, _ = together(tmp_path, part(""))
-    assert out == ["0 1 1 single"]
-
-
-def test_tcp_with_rank_and_size_given(tmp_path: Path) -> None:
-    where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3"
-    out, _ = together(tmp_path, *(part(f"{where}, rank={rank}") for rank in range(3)))
-    assert out == [f"{rank} 3 6 single" for rank in range(3)]
-
-
-def test_file(tmp_path: Path) -> None:
-    where = f"init_method='file://{tmp_path}/meet', world_size=2"
-    out, _ = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=1"))
-    assert out == ["0 2 3 single", "1 2 3 single"]
-
-
-def test_a_store_of_ones_own(tmp_path: Path) -> None:
-    store = f"dist.FileStore('{tmp_path}/own', 2)"
-    out, _ = together(tmp_path, *(part(f"store={store}, world_size=2, rank={rank}") for rank in range(2)))
-    assert out == ["0 2 3 single", "1 2 3 single"]
+    assert run_plainly(tmp_path, {}) == ["0 1 1 single"]
 
 
 def test_variables_set_by_hand(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    out, _ = together(tmp_path, part("", RANK="0", **common), part("", RANK="1", **common))
+    out = run_plainly(tmp_path, {"RANK": "0", **common}, {"RANK": "1", **common})
     assert out == ["0 2 3 torchrun", "1 2 3 torchrun"]
 
 
-def test_slurm_and_mpi_variables(tmp_path: Path) -> None:
+def test_tcp_with_rank_and_size_given(run_ranks: RunRanks) -> None:
+    where = on_port()
+    out, _ = together(run_ranks, *(at(where, 3, rank) for rank in range(3)))
+    assert out == [f"{rank} 3 6 single" for rank in range(3)]
+
+
+def test_file(run_ranks: RunRanks, tmp_path: Path) -> None:
+    out, _ = together(run_ranks, *(at(f"file://{tmp_path}/meet", 2, rank) for rank in range(2)))
+    assert out == ["0 2 3 single", "1 2 3 single"]
+
+
+def test_a_store_of_ones_own(run_ranks: RunRanks, tmp_path: Path) -> None:
+    parts = (Part({"world_size": 2, "rank": rank}, own_store=f"{tmp_path}/own") for rank in range(2))
+    out, _ = together(run_ranks, *parts)
+    assert out == ["0 2 3 single", "1 2 3 single"]
+
+
+def test_slurm_and_mpi_variables(run_ranks: RunRanks) -> None:
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_ADDR": "localhost"}
     step |= {"MASTER_PORT": str(free_port())}
-    tasks = [part("", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank), **step) for rank in range(2)]
-    assert together(tmp_path, *tasks)[0] == ["0 2 3 slurm", "1 2 3 slurm"]
+    tasks = [Part(env={"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), **step}) for rank in range(2)]
+    assert together(run_ranks, *tasks)[0] == ["0 2 3 slurm", "1 2 3 slurm"]
+    sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     ranks = [
-        part(
-            "",
-            OMPI_COMM_WORLD_RANK=str(r),
-            OMPI_COMM_WORLD_SIZE="2",
-            OMPI_COMM_WORLD_LOCAL_RANK=str(r),
-            OMPI_COMM_WORLD_LOCAL_SIZE="2",
-        )
-        for r in range(2)
+        Part(env={"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), **sizes})
+        for rank in range(2)
     ]
-    assert together(tmp_path, *ranks)[0] == ["0 2 3 openmpi", "1 2 3 openmpi"]
+    assert together(run_ranks, *ranks)[0] == ["0 2 3 openmpi", "1 2 3 openmpi"]
 
 
 def test_torchrun_itself(tmp_path: Path) -> None:
-    text, _ = part("")
-    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "train.py").write_text(JOIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
     got = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert sorted(got.stdout.splitlines()) == ["0 2 3 torchrun", "1 2 3 torchrun"]
@@ -133,62 +159,56 @@ def test_the_world_under_phalanx(phalanx: Runner, script) -> None:
     assert {"[rank 0] again 2", "[rank 1] again 2"} <= set(outcome.lines)
 
 
-def test_two_ranks_the_same(tmp_path: Path) -> None:
-    where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3"
-    out, seconds = together(tmp_path, *(part(f"{where}, rank={rank}") for rank in (0, 1, 1)))
+def test_two_ranks_the_same(run_ranks: RunRanks) -> None:
+    where = on_port()
+    out, seconds = together(run_ranks, *(at(where, 3, rank) for rank in (0, 1, 1)))
     assert all(text.startswith("RanksDisagree two processes claim one rank: rank 1 (host ") for text in out), out
     assert seconds < 15
 
 
-def test_world_sizes_that_differ(tmp_path: Path) -> None:
-    where = f"init_method='tcp://127.0.0.1:{free_port()}'"
-    out, seconds = together(tmp_path, part(f"{where}, world_size=2, rank=0"), part(f"{where}, world_size=3, rank=1"))
+def test_world_sizes_that_differ(run_ranks: RunRanks) -> None:
+    where = on_port()
+    out, seconds = together(run_ranks, at(where, 2, 0), at(where, 3, 1))
     for text in out:
         assert text.startswith("RanksDisagree"), out
         assert "world size 3, but rank 0" in text or "world size 2, but rank 1" in text
     assert seconds < 15
 
 
-def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
-    where = f"init_method='tcp://127.0.0.1:{free_port()}', world_size=3, timeout=3"
-    out, seconds = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=2"))
-    assert all(text == "JoinError waited 3 s for 1 of 3 ranks that have not come: 1" for text in out), out
+def test_a_rank_that_never_comes_is_named(run_ranks: RunRanks) -> None:
+    where = on_port()
+    out, seconds = together(run_ranks, at(where, 3, 0, timeout=2), at(where, 3, 2, timeout=2))
+    assert all(text == "JoinError waited 2 s for 1 of 3 ranks that have not come: 1" for text in out), out
     assert seconds < 15
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
+def test_nobody_listens(run_ranks: RunRanks) -> None:
     port = free_port()
-    out, seconds = together(tmp_path, part(f"init_method='tcp://127.0.0.1:{port}', world_size=2, rank=1, timeout=2"))
-    assert out[0].startswith(
-        f"MasterUnreachable the master 127.0.0.1:{port} was not reached within 2 s: nobody listens"
-    )
+    (text,), seconds = together(run_ranks, at(on_port(port), 2, 1, timeout=1))
+    assert text.startswith(f"MasterUnreachable the master 127.0.0.1:{port} was not reached within 1 s: nobody listens")
     assert seconds < 12
 
 
-def test_something_else_listens(tmp_path: Path) -> None:
+def test_something_else_listens(run_ranks: RunRanks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        out, seconds = together(
-            tmp_path, part(f"init_method='tcp://127.0.0.1:{port}', world_size=2, rank=1, timeout=2")
-        )
-    assert out[0].startswith(f"MasterUnreachable 127.0.0.1:{port} answers, but not as a store"), out
+        (text,), seconds = together(run_ranks, at(on_port(port), 2, 1, timeout=1))
+    assert text.startswith(f"MasterUnreachable 127.0.0.1:{port} answers, but not as a store"), text
     assert seconds < 20
 
 
-def test_a_port_that_is_taken_on_rank_zero(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_on_rank_zero(run_ranks: RunRanks) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        out, _ = together(tmp_path, part(f"init_method='tcp://127.0.0.1:{port}', world_size=2, rank=0"))
-    assert out[0].startswith(
-        f"JoinError rank 0 cannot serve 127.0.0.1:{port}: port {port} is taken by pid {os.getpid()}"
-    )
+        (text,), _ = together(run_ranks, at(on_port(port), 2, 0))
+    assert text.startswith(f"JoinError rank 0 cannot serve 127.0.0.1:{port}: port {port} is taken by pid {os.getpid()}")
 
 
-def test_a_stale_file(tmp_path: Path) -> None:
-    where = f"init_method='file://{tmp_path}/meet', world_size=2, timeout=2"
-    out, _ = together(tmp_path, part(f"{where}, rank=1"))  # waits for rank 0 in vain, and leaves the file
-    assert out[0].startswith("JoinError")
-    out, seconds = together(tmp_path, part(f"{where}, rank=0"), part(f"{where}, rank=1"))
+def test_a_stale_file(run_ranks: RunRanks, tmp_path: Path) -> None:
+    where = f"file://{tmp_path}/meet"
+    (text,), _ = together(run_ranks, at(where, 2, 1, timeout=1))  # waits for rank 0 in vain, and leaves the file
+    assert text.startswith("JoinError")
+    out, seconds = together(run_ranks, at(where, 2, 0, timeout=2), at(where, 2, 1, timeout=2))
     assert any(text.startswith("StaleStore the store remembers rank 1") for text in out), out
     assert all(text.startswith(("StaleStore", "JoinError")) for text in out), out
     assert seconds < 15
@@ -222,7 +242,7 @@ def test_a_name_that_does_not_exist() -> None:
         px.init(init_method="tcp://no.such.host.invalid:29500", rank=1, world_size=2)
 
 
-def test_joining_twice_is_refused(run_ranks) -> None:
+def test_joining_twice_is_refused(run_ranks: RunRanks) -> None:
     def again(world: px.World) -> str:
         try:
             px.init()
@@ -248,7 +268,7 @@ def test_an_exception_inside_does_not_hang_the_others(phalanx: Runner, script) -
     assert outcome.seconds < 30
 
 
-def test_the_timeout_is_the_groups(run_ranks) -> None:
+def test_the_timeout_is_the_groups(run_ranks: RunRanks) -> None:
     def wait_in_vain(rank: int) -> float:
         import torch
         import torch.distributed as dist
@@ -264,7 +284,7 @@ def test_the_timeout_is_the_groups(run_ranks) -> None:
     assert waited[0] < 10
 
 
-def test_meeting_is_checked_even_with_a_store_that_lies(run_ranks) -> None:
+def test_meeting_is_checked_even_with_a_store_that_lies(run_ranks: RunRanks) -> None:
     """A store that another rank zero has signed already is refused, not joined."""
 
     def claim_twice(rank: int) -> str:

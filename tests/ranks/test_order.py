@@ -9,6 +9,7 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import UsageError
+from tests.losing import die, survivors
 
 
 def test_rank_zero_goes_first(run_ranks, tmp_path: Path) -> None:
@@ -66,23 +67,19 @@ def test_a_long_body_does_not_run_into_the_groups_timeout(run_ranks) -> None:
     assert run_ranks(prepare, 2, join_group=False) == ["2 after the long body"] * 2
 
 
-def test_the_first_is_killed_and_nobody_hangs(tmp_path: Path) -> None:
-    """Without a launcher to end the others."""
-    from tests.ranks.test_init import together
+def test_the_first_is_killed_and_nobody_hangs() -> None:
+    def go_first(world: px.World) -> str:
+        try:
+            with px.rank_zero_first():
+                if world.is_main:
+                    die()
+        except px.PhalanxError as error:
+            return f"{type(error).__name__} {error}"
+        return "nothing"
 
-    text = f"""
-import os, signal, phalanx as px
-world = px.init(init_method="file://{tmp_path}/meet", world_size=2, rank=RANK)
-try:
-    with px.rank_zero_first():
-        if world.is_main:
-            os.kill(os.getpid(), signal.SIGKILL)
-except px.PhalanxError as error:
-    print(type(error).__name__, error)
-"""
-    out, seconds = together(tmp_path, *((text.replace("RANK", str(rank)), {}) for rank in range(2)))
-    assert out[1] == "PeerFailed rank 0, which goes first here, has died; see its log."
-    assert seconds < 20
+    began = time.monotonic()
+    assert survivors(go_first, 2) == {1: "PeerFailed rank 0, which goes first here, has died; see its log."}
+    assert time.monotonic() - began < 20
 
 
 def test_main_only_and_print(run_ranks) -> None:

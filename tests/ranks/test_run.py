@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from phalanx.launch.devices import usable_cores
-from tests.conftest import Runner, by_rank, read_terminal, start
+from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port, read_terminal, start
 
 
 def test_the_environment_is_torchruns(phalanx: Runner, script, tmp_path: Path) -> None:
@@ -48,6 +48,7 @@ def test_the_environment_is_torchruns(phalanx: Runner, script, tmp_path: Path) -
 def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
     outcome = phalanx(
         "run",
+        *WITHOUT_TORCH,
         "--nproc-per-node",
         "2",
         script("import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)"),
@@ -67,10 +68,10 @@ def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
 def test_the_line_about_threads(phalanx: Runner, script) -> None:
     name = script("import os; print(os.environ['OMP_NUM_THREADS'])")
     cores = usable_cores()
-    outcome = phalanx("run", "--nproc-per-node", "2", name)
+    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name)
     assert f"OMP_NUM_THREADS={max(1, cores // 2)} for each (cores {cores}, divided by ranks)" in outcome.err
     assert len(outcome.err.splitlines()) == 1
-    outcome = phalanx("run", "--nproc-per-node", "2", name, env={"OMP_NUM_THREADS": "7"})
+    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name, env={"OMP_NUM_THREADS": "7"})
     assert by_rank(outcome) == {0: ["7"], 1: ["7"]}
     assert "OMP_NUM_THREADS" not in outcome.err
 
@@ -91,7 +92,7 @@ def test_lines_of_many_ranks_stay_whole_and_in_order(phalanx: Runner, script, la
                 os.write(1, piece.encode())
         """
     )
-    outcome = phalanx("run", "--nproc-per-node", "4", name)
+    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "4", name)
     expected = {rank: [f"{rank}:{number}:end" for number in range(2000)] for rank in range(4)}
     assert by_rank(outcome) == expected
     assert (latest / "rank-3.log").read_text().splitlines() == expected[3]
@@ -119,7 +120,7 @@ def test_a_loud_rank_loses_nothing_and_stalls_nobody(phalanx: Runner, script, tm
         """
     )
     with (tmp_path / "console").open("wb") as console:
-        outcome = phalanx("run", "--nproc-per-node", "2", name, stdout=console)
+        outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name, stdout=console)
     assert outcome.code == 0
     log = tmp_path / "runs/latest/rank-0.log"
     assert log.stat().st_size == 200 * 1_000_000
@@ -138,7 +139,19 @@ def test_a_loud_rank_loses_nothing_and_stalls_nobody(phalanx: Runner, script, tm
 
 def test_redirects_tee_and_filter(phalanx: Runner, script, tmp_path: Path) -> None:
     name = script("import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)")
-    flags = ("--nproc-per-node", "3", "--log-dir", "logs", "-r", "0:1", "-t", "1:3", "--local-ranks-filter", "0,1")
+    flags = (
+        *WITHOUT_TORCH,
+        "--nproc-per-node",
+        "3",
+        "--log-dir",
+        "logs",
+        "-r",
+        "0:1",
+        "-t",
+        "1:3",
+        "--local-ranks-filter",
+        "0,1",
+    )
     outcome = phalanx("run", *flags, name)
     assert by_rank(outcome) == {1: ["out 1"]}
     errors = [line for line in outcome.err.splitlines() if line.startswith("[rank")]
@@ -158,21 +171,21 @@ def test_redirects_tee_and_filter(phalanx: Runner, script, tmp_path: Path) -> No
 
 def test_devices(phalanx: Runner, script) -> None:
     name = script("import os; print(os.environ['LOCAL_RANK'], os.environ.get('CUDA_VISIBLE_DEVICES'))")
-    assert by_rank(phalanx("run", "--devices", "0,3", name)) == {0: ["0 0,3"], 1: ["1 0,3"]}
-    visible = phalanx("run", "--nproc-per-node", "gpu", name, env={"CUDA_VISIBLE_DEVICES": "0,3"})
+    assert by_rank(phalanx("run", *WITHOUT_TORCH, "--devices", "0,3", name)) == {0: ["0 0,3"], 1: ["1 0,3"]}
+    visible = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "gpu", name, env={"CUDA_VISIBLE_DEVICES": "0,3"})
     assert by_rank(visible) == {0: ["0 0,3"], 1: ["1 0,3"]}
-    virtual = phalanx("run", "--devices", "1,0", "--virtual-local-rank", name, env={"CUDA_VISIBLE_DEVICES": "4,6"})
+    flags = (*WITHOUT_TORCH, "--devices", "1,0", "--virtual-local-rank")
+    virtual = phalanx("run", *flags, name, env={"CUDA_VISIBLE_DEVICES": "4,6"})
     assert by_rank(virtual) == {0: ["0 6"], 1: ["0 4"]}
 
 
 def test_an_asked_for_port_is_used(phalanx: Runner, script) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    name = script("import os, torch.distributed as d; d.init_process_group('gloo'); print(os.environ['MASTER_PORT'])")
-    assert phalanx("run", "--master_port", port, name).out == f"{port}\n"
-    assert phalanx("run", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", name).out == f"{port}\n"
+    port = str(free_port())
+    joined = script("import os, torch.distributed as d; d.init_process_group('gloo'); print(os.environ['MASTER_PORT'])")
+    assert phalanx("run", "--master_port", port, joined).out == f"{port}\n"
+    name = script("import os; print(os.environ['MASTER_PORT'])")
+    endpoint = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}")
+    assert phalanx("run", *WITHOUT_TORCH, *endpoint, name).out == f"{port}\n"
 
 
 def test_nothing_listens_to_the_outside(script, tmp_path: Path) -> None:
@@ -270,9 +283,8 @@ def test_a_progress_bar_of_every_rank(script, tmp_path: Path) -> None:
         """
     )
     primary, secondary = pty.openpty()
-    agent = start(
-        "-m", "phalanx", "run", "--nproc-per-node", "2", name, cwd=tmp_path, stdout=secondary, stderr=secondary
-    )
+    flags = (*WITHOUT_TORCH, "--nproc-per-node", "2")
+    agent = start("-m", "phalanx", "run", *flags, name, cwd=tmp_path, stdout=secondary, stderr=secondary)
     os.close(secondary)
     shown = read_terminal(primary)
     assert agent.wait(timeout=20) == 0
@@ -294,7 +306,7 @@ def test_a_prompt_is_shown_before_its_newline(script, tmp_path: Path) -> None:
     )
     primary, secondary = pty.openpty()
     agent = start(
-        *("-m", "phalanx", "run", "--nproc-per-node", "2", name),
+        *("-m", "phalanx", "run", *WITHOUT_TORCH, "--nproc-per-node", "2", name),
         cwd=tmp_path,
         stdin=secondary,
         stdout=secondary,

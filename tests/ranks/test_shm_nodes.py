@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +20,8 @@ import phalanx as px
 from phalanx import join
 from phalanx.errors import UsageError
 from phalanx.world import World
-from tests.faults.test_shm_faults import MISMATCHES, _swap, die, outcome
+from tests.faults.test_shm_faults import MISMATCHES, _swap
+from tests.losing import die, outcome, survivors
 from tests.ranks.test_shm import check_moves, equal, operators, reduced, sample
 
 RunRanks = Callable[..., list[Any]]
@@ -348,37 +347,11 @@ def test_a_mismatch_is_known_on_every_node(culprit: int, run_ranks: RunRanks) ->
 
 def lose(act: Callable[..., Any], place: Place, *args: Any) -> dict[int, Any]:
     """Runs ``act`` on ranks of which some die; what the others returned."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as directory:
-        queue = context.SimpleQueue()
-        meeting = f"file://{directory}/store"
-        processes = [
-            context.Process(target=_one_rank, args=(rank, place, meeting, queue, act, args))
-            for rank in range(len(place))
-        ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(30)
-            if process.exitcode is None:
-                process.kill()
-                process.join()
-                raise AssertionError("a rank hangs")
-        results = {}
-        while not queue.empty():
-            rank, value = queue.get()
-            results[rank] = value
-        queue.close()
-        for process in processes:
-            process.close()
-        return results
 
+    def join_there(rank: int, ranks: int, meeting: str) -> World:
+        return join_from(rank, place, init_method=meeting, world_size=ranks, rank=rank, timeout=30)
 
-def _one_rank(rank: int, place: Place, meeting: str, queue: Any, act: Callable[..., Any], args: Any) -> None:
-    world = join_from(rank, place, init_method=meeting, world_size=len(place), rank=rank, timeout=30)
-    queue.put((rank, act(world, *args)))
-    time.sleep(0.5)  # the others are not to notice this end
-    os._exit(0)
+    return survivors(act, len(place), *args, join=join_there, linger=0.5)
 
 
 def lose_a_rank(world: World, victim: int, how: str) -> tuple[str, str, float]:

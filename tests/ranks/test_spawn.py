@@ -15,11 +15,16 @@ import pytest
 
 import phalanx as px
 from phalanx.errors import UsageError
+from phalanx.launch.devices import usable_cores
+from tests.conftest import free_port
 
 
-def note(rank: int, directory: Path) -> None:
+def note(rank: int, directory: Path, queue, event, shared) -> None:
+    assert event.wait(5)
     environment = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     (directory / str(rank)).write_text(f"{environment} {multiprocessing.current_process().name}")
+    queue.put(rank * 10)
+    shared[rank] = rank + 1
 
 
 def fail(rank: int) -> None:
@@ -46,13 +51,25 @@ def wait_for_file(rank: int, path: Path) -> None:
 
 
 def test_every_rank_runs_the_function(tmp_path: Path) -> None:
-    assert px.spawn(note, (tmp_path,), nprocs=2) is None
+    """Queues, events and shared tensors may be passed."""
+    import torch
+
+    context = multiprocessing.get_context("spawn")
+    queue, event = context.Queue(), context.Event()
+    shared = torch.zeros(2).share_memory_()
+    event.set()
+    assert px.spawn(note, (tmp_path, queue, event, shared), nprocs=2) is None
     for rank in range(2):
         expected = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": None}
         assert (tmp_path / str(rank)).read_text() == f"{expected} SpawnProcess-{rank + 1}"
+    assert sorted(queue.get(timeout=5) for _ in range(2)) == [0, 10]
+    assert shared.tolist() == [1.0, 2.0]
+    queue.close()
+    queue.join_thread()
 
 
-def test_the_exceptions_are_mp_spawns() -> None:
+def test_the_exceptions_are_mp_spawns(run_ranks) -> None:
+    """`run_ranks` starts its ranks as `spawn` does, from a helper that is there already."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     with pytest.raises(ProcessRaisedException, match="KeyError: 'the reason'") as raised:
@@ -61,10 +78,10 @@ def test_the_exceptions_are_mp_spawns() -> None:
     assert "in fail" in str(raised.value)
     assert "phalanx/launch" not in str(raised.value)
     with pytest.raises(ProcessExitedException, match="exit code 7") as left:
-        px.spawn(leave, (7,), nprocs=2)
+        run_ranks(leave, 2, 7, join_group=False)
     assert (left.value.exit_code, left.value.error_index) == (7, 0)
     with pytest.raises(ProcessExitedException, match="signal SIGKILL") as killed:
-        px.spawn(die, nprocs=2)
+        run_ranks(die, 2, join_group=False)
     assert (killed.value.exit_code, killed.value.signal_name) == (-9, "SIGKILL")
 
 
@@ -80,46 +97,24 @@ def test_a_context_to_join_later(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_queues_events_and_shared_tensors_may_be_passed() -> None:
+def test_a_function_without_a_home(tmp_path: Path) -> None:
+    """It takes queues and shared tensors too."""
     import torch
 
-    context = multiprocessing.get_context("spawn")
-    queue, event = context.Queue(), context.Event()
-    shared = torch.zeros(2).share_memory_()
-    event.set()
-    px.spawn(fill, (queue, event, shared), nprocs=2)
-    assert sorted(queue.get(timeout=5) for _ in range(2)) == [0, 10]
-    assert shared.tolist() == [1.0, 2.0]
-    queue.close()
-    queue.join_thread()
-
-
-def fill(rank: int, queue, event, shared) -> None:
-    assert event.wait(5)
-    queue.put(rank * 10)
-    shared[rank] = rank + 1
-
-
-def test_a_function_without_a_home_takes_queues_and_shared_tensors_too() -> None:
-    import torch
-
+    word = "local"
     shared = torch.zeros(2).share_memory_()
     queue = multiprocessing.get_context("spawn").SimpleQueue()
 
     def work(rank: int, shared, queue) -> None:
+        (tmp_path / f"{word}-{rank}").touch()
         shared[rank] = rank + 1
         queue.put(rank)
 
     px.spawn(work, (shared, queue), nprocs=2)
+    assert {path.name for path in tmp_path.iterdir()} == {"local-0", "local-1"}
     assert shared.tolist() == [1.0, 2.0]
     assert sorted(queue.get() for _ in range(2)) == [0, 1]
     queue.close()
-
-
-def test_a_function_without_a_home(tmp_path: Path) -> None:
-    word = "local"
-    px.spawn(lambda rank: (tmp_path / f"{word}-{rank}").touch(), nprocs=2)
-    assert {path.name for path in tmp_path.iterdir()} == {"local-0", "local-1"}
 
 
 def run_script(tmp_path: Path, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -168,8 +163,6 @@ def work(rank, world_size):
 if __name__ == "__main__":
     mp.spawn(work, args=(2,), nprocs=2, join=True)
 """
-    from tests.ranks.test_init import free_port
-
     for module in ("torch.multiprocessing", "phalanx"):
         got = run_script(tmp_path, text.format(module=module, port=free_port()))
         assert sorted(got.stdout.splitlines()) == ["0 2", "1 2"], got.stderr
@@ -288,6 +281,29 @@ def test_run_ranks_gives_back_results_of_any_size(run_ranks) -> None:
         return bytes([world.rank]) * 3_000_000
 
     assert [len(result) for result in run_ranks(much, 2)] == [3_000_000] * 2
+
+
+def test_run_ranks_lets_its_ranks_finish(run_ranks, tmp_path: Path) -> None:
+    """Their threads are waited for, and what is registered for the end is done."""
+
+    def work(rank: int) -> None:
+        import atexit
+        import threading
+
+        atexit.register((tmp_path / f"at exit {rank}").touch)
+        threading.Timer(0.2, (tmp_path / f"thread {rank}").touch).start()
+
+    run_ranks(work, 2, join_group=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"at exit 0", "at exit 1", "thread 0", "thread 1"}
+
+
+def test_run_ranks_shares_the_cores(run_ranks) -> None:
+    def threads(rank: int) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    assert run_ranks(threads, 2, join_group=False) == [max(1, usable_cores() // 2)] * 2
 
 
 def test_run_ranks_says_when_it_takes_too_long(run_ranks) -> None:

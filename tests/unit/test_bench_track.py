@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import bench
 from phalanx.bench import track
 from phalanx.bench.jobs import Series
 from phalanx.bench.rows import rows
@@ -28,7 +29,7 @@ def test_the_cost_of_a_step_is_what_both_epochs_differ_by(tracked: float, words:
 
 def test_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--ranks", "2", "--repeats", "1", "--steps", "5", "--seconds", "0.4", "--milliseconds", "1"]
-    assert track.main([*flags, "--out", str(tmp_path)]) == 0
+    assert bench.main(["track", *flags, "--out", str(tmp_path)]) == 0
     (page,) = tmp_path.glob("track-*.md")
     assert "| 2     | 1" in page.read_text()
     assert "bench: 1/1 track, 2 ranks, repeat 1 of 1" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 from phalanx.errors import UsageError
 
@@ -41,4 +42,18 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] not in _BENCHMARKS:
         raise UsageError(f"there is no benchmark {argv[0]!r}; `phalanx bench --help` lists them.")
-    return importlib.import_module(f"phalanx.bench.{_BENCHMARKS[argv[0]]}").main(argv[1:])
+    return _run(importlib.import_module(f"phalanx.bench.{_BENCHMARKS[argv[0]]}"), argv[1:])
+
+
+def _run(benchmark: Any, argv: list[str]) -> int:
+    """Each is a module with `parse`, from flags to settings, and `measure`, from settings to a report."""
+    from phalanx.bench.report import until_interrupted
+
+    settings = benchmark.parse(argv)
+
+    def measure_and_write() -> None:
+        report = benchmark.measure(settings)
+        report.print()
+        report.write(settings.out)
+
+    return until_interrupted(measure_and_write)

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.launch.flags import Parser
+
+
+@dataclass(frozen=True)
+class CommonSettings:
+    """The flags that every benchmark has."""
+
+    repeats: int
+    timeout: float
+    out: Path
 
 
 def new_parser(name: str, description: str | None, repeats: int, timeout: float) -> Parser:

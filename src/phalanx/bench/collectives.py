@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.bench import collectives_plot, machine
-from phalanx.bench.arguments import counts, new_parser, seconds
+from phalanx.bench.arguments import CommonSettings, counts, new_parser, seconds
 from phalanx.bench.collectives_goals import KB, MB, OTHERS
 from phalanx.bench.collectives_table import tables
 from phalanx.bench.jobs import Job, mpi_version, under_mpi, under_phalanx
 from phalanx.bench.numbers import MOST_RANKS
-from phalanx.bench.report import Report, say, until_interrupted
+from phalanx.bench.report import Report, say
 from phalanx.bench.rows import rows
 from phalanx.bench.steps import take
 
@@ -35,32 +34,23 @@ are 2^10 and 2^20 bytes; the size of all_gather is that of its output, of reduce
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
     other_size: int
     seconds: float
-    repeats: int
-    timeout: float
-    out: Path
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench collectives``; returns the exit code."""
-    settings = parse(argv)
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
+def measure(settings: Settings) -> Report:
     mpi = mpi_version()
     if mpi is None:
         say("mpirun or mpi4py is not installed, so MPI is left out")
     described = {**machine.describe("numpy"), "MPI": mpi or "not installed"}
     series = [each for found in take(list(plan(settings, mpi is not None))) for each in found]
     found = rows(series)
-    report = Report(
+    return Report(
         "collectives",
         "Collectives of one machine",
         described,
@@ -70,8 +60,6 @@ def _run(settings: Settings) -> None:
         tables(found),
         lambda path, about: collectives_plot.draw(found, path, about),
     )
-    report.print()
-    report.write(settings.out)
 
 
 def parse(argv: Sequence[str]) -> Settings:

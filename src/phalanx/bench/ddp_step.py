@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.bench import machine
-from phalanx.bench.arguments import counts, new_parser, positive, seconds
+from phalanx.bench.arguments import CommonSettings, counts, new_parser, positive, seconds
 from phalanx.bench.ddp_step_table import tables
 from phalanx.bench.jobs import Job, under_phalanx
-from phalanx.bench.report import Report, until_interrupted
+from phalanx.bench.report import Report
 from phalanx.bench.rows import rows
 from phalanx.bench.steps import take
 
@@ -29,30 +28,19 @@ the medians of each repeat, with the extremes. Each rank has one thread."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     ranks: tuple[int, ...]
     width: int
     seconds: float
-    repeats: int
-    timeout: float
-    out: Path
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench ddp-step``; returns the exit code."""
-    settings = parse(argv)
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
+def measure(settings: Settings) -> Report:
     described = machine.describe()
     series = [each for found in take(list(plan(settings))) for each in found]
     method = _METHOD.format(repeats=settings.repeats, width=settings.width, inner=settings.width * 3 // 16)
-    report = Report("ddp-step", "DDP's training steps", described, settings, series, method, tables(rows(series)))
-    report.print()
-    report.write(settings.out)
+    return Report("ddp-step", "DDP's training steps", described, settings, series, method, tables(rows(series)))
 
 
 def parse(argv: Sequence[str]) -> Settings:

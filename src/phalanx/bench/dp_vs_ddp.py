@@ -10,13 +10,12 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.bench import machine
-from phalanx.bench.arguments import new_parser, positive, seconds
+from phalanx.bench.arguments import CommonSettings, new_parser, positive, seconds
 from phalanx.bench.dp_vs_ddp_table import tables
 from phalanx.bench.jobs import Job, under_phalanx
-from phalanx.bench.report import Report, until_interrupted
+from phalanx.bench.report import Report
 from phalanx.bench.steps import take
 
 _MODELS = ("MLP", "CNN", "deep MLP")
@@ -31,33 +30,22 @@ over all turns, with the quartiles; ratios are those of the medians of each repe
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     models: tuple[str, ...]
     replicas: int
     batch: int
     width: int
     seconds: float
-    repeats: int
-    timeout: float
-    out: Path
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench dp-vs-ddp``; returns the exit code."""
-    settings = parse(argv)
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
+def measure(settings: Settings) -> Report:
     described = machine.describe()
     series = [each for found in take(list(plan(settings))) for each in found]
     method = _METHOD.format(repeats=settings.repeats, batch=settings.batch, width=settings.width)
     text = tables(series, settings.replicas)
-    report = Report("dp-vs-ddp", "DP beside DDP", described, settings, series, method, text)
-    report.print()
-    report.write(settings.out)
+    return Report("dp-vs-ddp", "DP beside DDP", described, settings, series, method, text)
 
 
 def parse(argv: Sequence[str]) -> Settings:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.bench import contenders, machine, measures, plot, table
-from phalanx.bench.arguments import counts, new_parser
+from phalanx.bench.arguments import CommonSettings, counts, new_parser
 from phalanx.bench.contenders import EXEC, FORK, TORCHRUN, Contender
-from phalanx.bench.report import Report, say, until_interrupted
+from phalanx.bench.report import Report, say
 from phalanx.bench.results import HELP, Sample
 from phalanx.bench.steps import take
 
@@ -20,15 +20,12 @@ _HELP_REPEATS = 10
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     ranks: tuple[int, ...]
-    repeats: int
     memory_ranks: int
     restart_ranks: int
-    timeout: float
-    out: Path
 
 
 @dataclass(frozen=True)
@@ -58,19 +55,13 @@ class Step:
         return f"{result.value / 2**20:.0f} MiB" if self.measure == "memory" else f"{result.value:.3f} s"
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench launch``; returns the exit code."""
-    settings = parse(argv)
+def measure(settings: Settings) -> Report:
     if not machine.installed("accelerate"):
         say("accelerate is not installed, so it is left out")
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
     described = machine.describe("accelerate")
     samples = take(list(plan(settings)))
     method = f"{settings.repeats} repeats, the contenders taking turns within each."
-    report = Report(
+    return Report(
         "launch",
         "Start-up",
         described,
@@ -80,8 +71,6 @@ def _run(settings: Settings) -> None:
         table.tables(samples),
         lambda path, about: plot.draw(samples, path, about),
     )
-    report.print()
-    report.write(settings.out)
 
 
 def parse(argv: Sequence[str]) -> Settings:

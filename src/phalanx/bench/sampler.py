@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.bench import machine
-from phalanx.bench.arguments import counts, new_parser, positive
+from phalanx.bench.arguments import CommonSettings, counts, new_parser, positive
 from phalanx.bench.command import running
-from phalanx.bench.report import Report, say, until_interrupted
+from phalanx.bench.report import Report, say
 from phalanx.bench.sampler_table import OURS, TORCH, TORCHDATA, Sample, tables
 from phalanx.bench.steps import take
 
@@ -26,16 +26,13 @@ _BYTES = 48
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     lengths: tuple[int, ...]
     epoch_lengths: tuple[int, ...]
     ranks: tuple[int, ...]
     longest_list: int
-    repeats: int
-    timeout: float
-    out: Path
 
 
 @dataclass(frozen=True)
@@ -74,24 +71,16 @@ class Visit:
         return self.reason or ", ".join(f"{sample.measure} {sample.value:.4g}" for sample in result)
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench sampler``; returns the exit code."""
-    settings = parse(argv)
+def measure(settings: Settings) -> Report:
     if not machine.installed("torchdata"):
         say("torchdata is not installed, so it is left out")
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
     described = machine.describe("numpy", "torchdata")
     samples = [sample for found in take(list(plan(settings))) for sample in found]
     method = (
         f"{settings.repeats} repeats, each figure in a fresh process, the samplers taking turns within a repeat. "
         "Figures are medians, with the extremes behind; ratios are taken within a repeat."
     )
-    report = Report("sampler", "Samplers", described, settings, samples, method, tables(samples))
-    report.print()
-    report.write(settings.out)
+    return Report("sampler", "Samplers", described, settings, samples, method, tables(samples))
 
 
 def parse(argv: Sequence[str]) -> Settings:

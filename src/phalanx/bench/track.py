@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.bench import machine
-from phalanx.bench.arguments import counts, new_parser, positive, seconds
+from phalanx.bench.arguments import CommonSettings, counts, new_parser, positive, seconds
 from phalanx.bench.jobs import Job, under_phalanx
-from phalanx.bench.report import Report, grid, until_interrupted
+from phalanx.bench.report import Report, grid
 from phalanx.bench.rows import Row, rows
 from phalanx.bench.steps import take
 
@@ -28,31 +27,20 @@ quartiles; the cost is the difference of the medians of each repeat, with the ex
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     ranks: tuple[int, ...]
     milliseconds: float
     steps: int
     seconds: float
-    repeats: int
-    timeout: float
-    out: Path
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench track``; returns the exit code."""
-    settings = parse(argv)
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
+def measure(settings: Settings) -> Report:
     described = machine.describe()
     series = [each for found in take(list(plan(settings))) for each in found]
     method = _METHOD.format(repeats=settings.repeats, steps=settings.steps)
-    report = Report("track", "What px.track costs", described, settings, series, method, table(rows(series), settings))
-    report.print()
-    report.write(settings.out)
+    return Report("track", "What px.track costs", described, settings, series, method, table(rows(series), settings))
 
 
 def parse(argv: Sequence[str]) -> Settings:

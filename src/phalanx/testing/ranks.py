@@ -11,7 +11,8 @@
     def test_add_up():
         assert run_ranks(add_up, 4) == [6.0] * 4
 
-The first call imports torch once, in a helper process; each further call takes some milliseconds.
+The first call imports torch once, in a helper process; each further call takes some milliseconds. The ranks share the
+cores, as under ``phalanx run``.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import atexit
 import contextlib
 import os
 import pickle
+import threading
 from collections.abc import Callable
-from multiprocessing import reduction
+from multiprocessing import reduction, util
 from typing import Any
 
 from phalanx import ports
 from phalanx.errors import PhalanxError
 from phalanx.launch.channel import anonymous_file
+from phalanx.launch.devices import thread_setting
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spawn import SpawnContext
 
@@ -112,10 +115,33 @@ class _Slot:
 def _call(
     rank: int, fn: Callable[..., Any], args: tuple[Any, ...], slots: list[_Slot], join_group: bool, backend: str | None
 ) -> None:
-    if not join_group:
-        slots[rank].store(fn(rank, *args))
-        return
-    import phalanx
+    _share_cores(len(slots))
+    if join_group:
+        import phalanx
 
-    with phalanx.init(backend) as world:
-        slots[rank].store(fn(world, *args))
+        with phalanx.init(backend) as world:
+            slots[rank].store(fn(world, *args))
+    else:
+        slots[rank].store(fn(rank, *args))
+    _leave()
+
+
+def _share_cores(ranks: int) -> None:
+    """Ranks with as many threads as there are cores would spend their time waiting for each other."""
+    setting = thread_setting(ranks, os.environ)
+    os.environ.update(setting)
+    if setting:
+        import torch
+
+        torch.set_num_threads(int(setting["OMP_NUM_THREADS"]))
+
+
+def _leave() -> None:
+    """The end of an interpreter, but for taking its modules apart.
+
+    That would copy most of the memory that is shared with the helper, and take longer than most tests.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    util._flush_std_streams()  # pyright: ignore[reportAttributeAccessIssue]
+    os._exit(0)
