@@ -49,7 +49,8 @@ HALLWAY = {"env", "errors", "events", "ports", "status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
-    "backends": {"shm"},
+    "backends": {"ballot", "shm"},
+    "ballot": {"join"},
     "bench": {"launch", "parallel", "phalanx"},  # the last two in what the ranks run
     "cli": {"launch", "bench"},
     "cluster": set(),
