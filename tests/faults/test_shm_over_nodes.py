@@ -21,7 +21,7 @@ from tests.faults.test_many_nodes import at, await_line
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
 
 TRAIN = """
-import json, os, signal, torch, torch.distributed as dist, phalanx as px
+import json, os, psutil, signal, torch, torch.distributed as dist, phalanx as px
 from torch.nn.parallel import DistributedDataParallel
 from phalanx import shm
 
@@ -57,6 +57,8 @@ if attempt == "1" and rank == 2:
     shm.why_not_here = lambda: "the shm library is not there: no compiler"
 with px.init() as world:
     said = {"rank": rank, "backend": world.backend, "differences": differences(world)}
+    mine = [each for each in psutil.net_connections("tcp") if each.pid == os.getpid() and each.status == "LISTEN"]
+    said["listens at"] = sorted({each.laddr.ip for each in mine})
     print("trained", attempt, json.dumps(said), flush=True)
     if attempt == "0":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its agent may hear of the loss first, and end it
@@ -134,6 +136,11 @@ def test_the_choice_is_said_once_and_is_the_same_everywhere(ends: Ends) -> None:
     reason = "the backend is gloo on all nodes: rank 2 (host node1): the shm library is not there: no compiler"
     assert first.count(reason) == 1
     assert "the backend is" not in second
+
+
+def test_nothing_listens_but_on_the_network_of_the_nodes(pair: VirtualNodes, ends: Ends) -> None:
+    for each in said(ends, "trained 0"):
+        assert each["listens at"] == [pair[each["rank"] // 2].address]
 
 
 def test_a_rank_that_is_lost_on_the_other_node_is_named(ends: Ends) -> None:
