@@ -111,6 +111,7 @@ def ends(pair: VirtualNodes, tmp_path_factory: pytest.TempPathFactory) -> Ends:
         place = tmp_path_factory.mktemp(f"at-{rank}")
         (place / "train.py").write_text(textwrap.dedent(TRAIN))
         flags = [*at(pair), "--node-rank", str(rank), "--nproc-per-node", str(size), "--max-restarts", "1"]
+        flags += ["--preload", "torch._dynamo"]  # which DDP imports: once a node, not in every rank
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         agents.append(node.start([sys.executable, "-m", "phalanx", "run", *flags, "train.py"], cwd=place, **pipes))
     found = [(*agent.communicate(timeout=90), agent.returncode) for agent in agents]

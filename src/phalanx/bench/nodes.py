@@ -6,6 +6,7 @@ checked; a wrong number ends the benchmark. It takes root, for the virtual nodes
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import sys
@@ -22,6 +23,7 @@ from phalanx.bench.on_nodes import NODES, UNSHAPED
 from phalanx.bench.report import Report, until_interrupted
 from phalanx.bench.rows import rows
 from phalanx.bench.steps import take
+from phalanx.errors import UsageError
 from phalanx.testing.cables import bits_per_second
 
 _SINGLE_FROM = 2**18
@@ -108,8 +110,11 @@ def parse(argv: Sequence[str]) -> Settings:
 def _links(text: str) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     for link in found:
-        if link != UNSHAPED:
-            bits_per_second(link)  # complains
+        try:
+            if link != UNSHAPED:
+                bits_per_second(link)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return found
 
 
