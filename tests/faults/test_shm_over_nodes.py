@@ -73,14 +73,15 @@ with px.init() as world:
 """
 
 CUT = """
-import json, os, socket, time, torch, torch.distributed as dist
+import json, os, socket, time, torch, torch.distributed as dist, phalanx as px
 from phalanx.shm import alarm, links
 
 # As it is, but two seconds instead of fifteen, and half a second instead of three.
 alarm._PATIENCE = 0.5
 links._ALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 1, socket.TCP_USER_TIMEOUT: 2000}
 torch.set_num_threads(1)
-dist.init_process_group("shm")
+world = px.init("shm")
+assert (world.nodes, world.launcher) == (2, "torchrun")
 dist.all_reduce(torch.ones(100_000))
 print("ready", flush=True)
 try:
@@ -156,11 +157,15 @@ def test_a_rank_that_is_lost_on_the_other_node_is_named(ends: Ends) -> None:
 
 
 def test_a_cut_link_is_noticed_on_both_sides(pair: VirtualNodes, tmp_path: Path) -> None:
-    """Without agents, which would notice it first. One of the nodes has the store, and the other one loses it."""
+    """Without our agents, which would notice it first: by name, with torchrun's variables.
+
+    One of the nodes has the store, and the other one loses it.
+    """
     (tmp_path / "cut.py").write_text(textwrap.dedent(CUT))
     ranks = []
     for rank, (node, local, size) in enumerate([(0, 0, 1), (1, 0, 2), (1, 1, 2)]):
         place = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": size}
+        place |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": 2}
         env = {name: str(value) for name, value in place.items()}
         env |= {"MASTER_ADDR": pair[0].address, "MASTER_PORT": "29501", "GLOO_SOCKET_IFNAME": "eth0"}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
