@@ -7,14 +7,14 @@ BIN    := $(VENV)/bin
 CC     ?= cc
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo test check mpirun across bench stress suite clean
+.PHONY: demo test check mpirun bench stress suite clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
 	$(BIN)/phalanx run --nproc-per-node 2 examples/digits.py
 
 test: check mpirun
-	$(BIN)/python -m pytest -m "not alone and not across" -n 2
+	$(BIN)/python -m pytest -m "not alone" -n 2
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/ready-dev
@@ -35,13 +35,10 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/ddp_step.py
+	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/track.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
-
-# The backend shm across nodes is not chosen by anything yet; its tests are not part of `make test` until it is.
-across: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -m across
 
 stress: $(VENV)/ready-dev
 	$(BIN)/python tests/native/stress.py --seconds 60

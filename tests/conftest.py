@@ -37,14 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(REPOSITORY / "tests").as_posix()
         if path.startswith(_ALONE):
             item.add_marker("alone")
-        if path == "ranks/test_shm_nodes.py":
-            item.add_marker("across")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
     config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
-    config.addinivalue_line("markers", "across: shm across nodes, which nobody gets yet; `make across` runs them")
     if "PYTEST_XDIST_WORKER" in os.environ:
         global _is_shared_memory_ours
         _is_shared_memory_ours = _have_shared_memory_of_our_own()

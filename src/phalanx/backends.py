@@ -1,7 +1,8 @@
 """JOIN: which backend a process group gets. This is the only module that loads `shm`.
 
 Under ``phalanx run`` a script on CPUs that asks for gloo, or for nothing, gets shm, which is many times as fast
-between the processes of one machine. ``--backend as-written`` leaves the script's own choice.
+between the processes of one machine, and between machines sends less. ``--backend as-written`` leaves the script's own
+choice. Over several nodes all ranks vote on it: on each node something else may be missing.
 """
 
 from __future__ import annotations
@@ -12,43 +13,79 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
-from phalanx import env
+from phalanx import ballot, env
 from phalanx.errors import UsageError
 
 _INSTEAD_OF = (None, "gloo", "cpu:gloo")
+_TIMEOUT = 1800.0
+"""Seconds that torch waits for all ranks, unless it is told otherwise."""
+_KEEP = "(--backend as-written keeps gloo)"
 _told: set[str] = set()
 _installed = False
 
 
-def choose(asked: str | None) -> str | None:
-    """The backend instead of ``asked``; ``asked`` itself, unless PHALANX_BACKEND is auto and shm can do it here."""
-    if asked not in _INSTEAD_OF or env.backend_choice(os.environ) != "auto" or _has_cards():
-        return asked
-    world_size = env.integer(os.environ, "WORLD_SIZE")
-    if world_size is None or world_size != env.integer(os.environ, "LOCAL_WORLD_SIZE"):
-        return asked  # several nodes, or nothing known of them
-    from phalanx import shm
+def choose(asked: str | None, world_size: int | None = None, timeout: float = _TIMEOUT) -> str | None:
+    """The backend instead of ``asked``; ``asked`` itself, unless PHALANX_BACKEND is auto and shm can do it everywhere.
 
-    reason = shm.why_not_here()
+    Args:
+        world_size: of the group that is to be formed; None: that of the run.
+        timeout: seconds for the ranks of other nodes to say what they can.
+    """
+    choice = env.backend_choice(os.environ)
+    if asked not in _INSTEAD_OF or choice is None:
+        return asked
+    size, here = (env.integer(os.environ, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    wants_shm = choice == "auto" and not _has_cards()
+    if size is not None and size == here:
+        return _choose_here(asked, size) if wants_shm else asked
+    # Nothing known of the nodes, a world of the script's own making, or a launcher that is not ours.
+    if size is None or here is None or world_size not in (None, size) or not ballot.has_store():
+        return asked
+    return _choose_together(asked, wants_shm, timeout)
+
+
+def _choose_here(asked: str | None, size: int) -> str | None:
+    reason = _why_not_here()
     if reason is not None:
         _tell(f"the backend is gloo: {reason}")
         return asked
-    where = f"all {world_size} ranks are on this machine" if world_size > 1 else "there is one rank"
-    _tell(f"the backend is shm, not gloo: {where} (--backend as-written keeps gloo)")
+    where = f"all {size} ranks are on this machine" if size > 1 else "there is one rank"
+    _tell(f"the backend is shm, not gloo: {where} {_KEEP}")
     return "shm"
 
 
-def require_shm(situation_nodes: int) -> None:
-    """An error when shm was asked for by name and cannot be had."""
-    from phalanx import shm
+def _choose_together(asked: str | None, wants_shm: bool, timeout: float) -> str | None:
+    """The same backend on all nodes. Who keeps gloo, by a flag or for a card, votes too: the others wait for it."""
+    reason = _objection(_why_not_here() if wants_shm else "it keeps gloo, by --backend or for its card", timeout)
+    if reason is None:
+        nodes = env.integer(os.environ, "GROUP_WORLD_SIZE")
+        _tell(f"the backend is shm, not gloo: shared memory within each of {nodes} nodes, gloo between them {_KEEP}")
+        return "shm"
+    if wants_shm:
+        _tell(f"the backend is gloo on all nodes: {reason}")
+    return asked
 
-    if situation_nodes > 1:
-        raise UsageError(f"backend 'shm' is for one node, but this job has {situation_nodes}; use gloo between nodes.")
-    reason = shm.why_not_here()
+
+@functools.cache
+def _objection(against: str | None, timeout: float) -> str | None:
+    """One vote is enough for a process, whatever number of groups it forms one after the other."""
+    return ballot.objection("shm", against, timeout)
+
+
+def require_shm() -> None:
+    """An error when shm was asked for by name and cannot be had."""
+    reason = _why_not_here()
     if reason is not None:
         raise UsageError(f"backend 'shm' cannot be used: {reason}; use gloo.")
+
+
+def _why_not_here() -> str | None:
+    from phalanx import shm
+
+    return shm.why_not_here()
 
 
 def install() -> None:
@@ -69,7 +106,9 @@ def _choosing(plain: Callable[..., None]) -> Callable[..., None]:
         # Options are made for one backend, and a world of the script's own making may not be on one machine.
         given = inspect.signature(plain).bind_partial(backend, *args, **kwargs).arguments
         own_way = given.get("pg_options") is not None or not _is_whole_run(given)
-        plain(backend if own_way else choose(backend), *args, **kwargs)
+        limit: timedelta | None = given.get("timeout")
+        seconds = _TIMEOUT if limit is None else limit.total_seconds()
+        plain(backend if own_way else choose(backend, timeout=seconds), *args, **kwargs)
 
     return init_process_group
 

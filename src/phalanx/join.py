@@ -85,6 +85,10 @@ class Meeting:
     """This process serves the store, so it must leave last."""
 
 
+def url_of(host: str, port: int) -> str:
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: float) -> tuple[Any, bool]:
     """The store behind ``tcp://host:port`` or ``file:///path``, and whether this process hosts it."""
     url = urlparse(init_method)

@@ -13,7 +13,7 @@ from phalanx import backends, cluster
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
-from phalanx.join import Claim, Meeting, meet, open_store, wait_for
+from phalanx.join import Claim, Meeting, meet, open_store, url_of, wait_for
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +121,8 @@ def init(
         raise UsageError("the process group exists already; call px.init() once, or leave its `with` block first.")
     situation = _settle(cluster.find(os.environ), rank, world_size)
     place = _device(device, situation)
-    name = _backend(backend, place, situation)
     limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    name = _backend(backend, place, situation, limit or _JOIN_TIMEOUT)
     meeting, where = _meet(situation, init_method, store, limit)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
     if place.type == "cuda":
@@ -212,17 +212,16 @@ def _device(asked: str | torch.device | None, situation: Situation) -> torch.dev
     return torch.device("cuda", index)
 
 
-def _backend(asked: str | None, device: torch.device, situation: Situation) -> str:
+def _backend(asked: str | None, device: torch.device, situation: Situation, timeout: float) -> str:
     import torch.distributed as dist
 
-    if device.type == "cpu":
-        asked = backends.choose(asked)
+    asked = backends.choose(asked, situation.world_size, timeout)
     if asked is None:
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if asked == "shm":
         if device.type != "cpu":
             raise UsageError(f"backend 'shm' is for the CPU, but this rank is on {device}; leave the backend out.")
-        backends.require_shm(situation.nodes)
+        backends.require_shm()
         return asked
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     if asked == "mpi" and not dist.is_mpi_available():
@@ -253,8 +252,7 @@ def _meet(situation: Situation, init_method: str | None, store: Any, limit: floa
                     f"rank {situation.rank} of {situation.world_size} does not know where to meet; "
                     "set MASTER_ADDR and MASTER_PORT, or give init_method='tcp://host:port'."
                 )
-            host, port = situation.master
-            method = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+            method = url_of(*situation.master)
             up = situation.store_is_up
         where = method.partition("://")[2]
         store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or _REACH_TIMEOUT)

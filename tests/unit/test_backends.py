@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from phalanx import backends, env, shm
-from phalanx.errors import UsageError
+import pytest
+import torch.distributed as dist
+
+from phalanx import backends, ballot, env, shm
+from phalanx.errors import JoinError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +52,117 @@ def test_with_a_card_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert backends.choose("gloo") == "gloo"
 
 
-def test_several_nodes_stay_with_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
+class Election:
+    """What the others say, and what this rank was heard to say."""
+
+    def __init__(self, others: str | None) -> None:
+        self.others, self.heard = others, []
+
+    def objection(self, topic: str, against: str | None, timeout: float) -> str | None:
+        assert topic == "shm"
+        self.heard.append((against, timeout))
+        return against or self.others
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Election]:
+    """``two_nodes(what the other node has against it)``."""
+    for name, value in {"WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "PHALANX_STORE": "10.0.0.1:29500"}.items():
+        monkeypatch.setenv(name, value)
+
+    def hold(others: str | None) -> Election:
+        election = Election(others)
+        monkeypatch.setattr(backends.ballot, "objection", election.objection)
+        return election
+
+    backends._objection.cache_clear()
+    return hold
+
+
+def test_several_nodes_vote_once(two_nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    election = two_nodes(None)
+    assert backends.choose("gloo", timeout=7.0) == backends.choose(None, 8, timeout=7.0) == "shm"
+    assert election.heard == [(None, 7.0)]
+    assert capsys.readouterr().err == (
+        "phalanx: the backend is shm, not gloo: shared memory within each of 2 nodes, gloo between them "
+        "(--backend as-written keeps gloo)\n"
+    )
+
+
+def test_one_node_that_cannot_is_enough(two_nodes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    two_nodes("rank 5 (host b): the shm library is not there: no compiler")
     assert backends.choose("gloo") == "gloo"
-    with pytest.raises(UsageError, match="backend 'shm' is for one node, but this job has 2"):
-        backends.require_shm(2)
+    assert backends.choose(None) is None
+    assert capsys.readouterr().err == (
+        "phalanx: the backend is gloo on all nodes: rank 5 (host b): the shm library is not there: no compiler\n"
+    )
+
+
+@pytest.mark.parametrize("why", ["as-written", "card", "library"])
+def test_who_keeps_gloo_tells_the_other_nodes(
+    why: str, two_nodes: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    election = two_nodes(None)
+    if why == "as-written":
+        monkeypatch.setenv("PHALANX_BACKEND", "as-written")
+    elif why == "card":
+        monkeypatch.setattr(backends, "_has_cards", lambda: True)
+    else:
+        monkeypatch.setattr(shm, "why_not_here", lambda: "no compiler")
+    assert backends.choose("gloo") == "gloo"
+    ((against, _),) = election.heard
+    assert against == ("no compiler" if why == "library" else "it keeps gloo, by --backend or for its card")
+    assert capsys.readouterr().err == ("phalanx: the backend is gloo on all nodes: no compiler\n" * (why == "library"))
+
+
+def test_several_nodes_of_another_launcher_and_smaller_worlds(two_nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    election = two_nodes(None)
+    assert backends.choose("gloo", world_size=4) == "gloo"
+    monkeypatch.delenv("PHALANX_STORE")
+    assert backends.choose("gloo") == "gloo"
+    assert election.heard == []
+    backends.require_shm()  # by name it can be had, whoever started the ranks
+
+
+# ---- the vote itself
+
+
+def cast(reasons: Sequence[str | None], timeout: float = 10.0, size: int = 0) -> list[Any]:
+    """Ranks as threads; what each of them was told."""
+    store = dist.HashStore()
+
+    def one(rank: int) -> Any:
+        try:
+            return ballot.vote(store, rank, size or len(reasons), reasons[rank], timeout)
+        except JoinError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(reasons)) as pool:
+        return list(pool.map(one, range(len(reasons))))
+
+
+def test_all_ranks_get_one_verdict() -> None:
+    assert cast([None] * 4) == [None] * 4
+    assert cast([None, "no compiler", None, None]) == ["no compiler"] * 4
+    two = cast([None, "no compiler", None, "a card"])
+    assert two in (["no compiler"] * 4, ["a card"] * 4)
+
+
+def test_a_vote_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ballot, "_SLICE", 0.05)
+    found = cast([None, None], timeout=0.1, size=4)
+    for rank, text in enumerate(found):
+        assert text == f"rank {rank} waited 0 s for 2 of 4 ranks to join: 2, 3; they have not called init, or died."
+    assert cast([None, None, "no compiler"], size=4) == ["no compiler"] * 3, "nobody need wait for the fourth"
+
+
+def test_a_rank_that_votes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ballot, "_SLICE", 0.05)
+    store = dist.HashStore()
+    for _ in range(2):
+        with pytest.raises(JoinError):
+            ballot.vote(store, 0, 2, None, 0.01)
+    assert ballot.vote(store, 1, 2, "no compiler", 5.0) == "no compiler"
 
 
 def test_without_the_library_the_reason_is_said(
@@ -61,7 +172,7 @@ def test_without_the_library_the_reason_is_said(
     assert backends.choose("gloo") == "gloo"
     assert capsys.readouterr().err == "phalanx: the backend is gloo: the shm library is not there: no compiler\n"
     with pytest.raises(UsageError, match="backend 'shm' cannot be used: the shm library is not there: no compiler"):
-        backends.require_shm(1)
+        backends.require_shm()
 
 
 def test_only_the_first_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

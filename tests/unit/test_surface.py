@@ -49,8 +49,9 @@ HALLWAY = {"env", "errors", "events", "ports", "status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
-    "backends": {"shm"},
-    "bench": {"launch", "parallel", "phalanx"},  # the last two in what the ranks run
+    "backends": {"ballot", "shm"},
+    "ballot": {"join"},
+    "bench": {"launch", "parallel", "phalanx", "testing"},  # the two in the middle in what the ranks run
     "cli": {"launch", "bench"},
     "cluster": set(),
     "comm": {"cluster", "join", "world"},

@@ -17,6 +17,8 @@ benchmarks:
                                       and, where installed, Open MPI
   phalanx bench ddp-step [flags]      what communication adds to a training step with DDP,
                                       through shm and through gloo
+  phalanx bench nodes [flags]         how fast shm is over two (virtual) nodes, beside flat gloo,
+                                      with links of several bandwidths
   phalanx bench sampler [flags]       how fast ShardSampler begins and goes through an epoch, and what it
                                       holds in memory, beside torch's and, where installed, torchdata's
   phalanx bench dp-vs-ddp [flags]     how fast one process with replicas in threads is, beside
@@ -29,6 +31,7 @@ _BENCHMARKS = {
     "launch": "launch",
     "collectives": "collectives",
     "ddp-step": "ddp_step",
+    "nodes": "nodes",
     "sampler": "sampler",
     "dp-vs-ddp": "dp_vs_ddp",
     "track": "track",

@@ -47,3 +47,17 @@ def seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
     return value
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({size(part) for part in text.split(",")}))
+
+
+def size(text: str) -> int:
+    """``64``, ``16K`` or ``4M``, in bytes."""
+    number, unit = text.strip(), 1
+    if number[-1:] in ("K", "M"):
+        number, unit = number[:-1], {"K": 2**10, "M": 2**20}[number[-1]]
+    if not number.isdigit() or int(number) * unit == 0 or int(number) * unit % 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 64, 16K or 4M, of whole float32 numbers")
+    return int(number) * unit

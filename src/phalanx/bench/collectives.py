@@ -6,13 +6,12 @@ the machine does hits all of them alike. Every turn's result is checked; a wrong
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from phalanx.bench import collectives_plot, machine
-from phalanx.bench.arguments import CommonSettings, counts, new_parser, seconds
-from phalanx.bench.collectives_goals import KB, MB, OTHERS
+from phalanx.bench.arguments import CommonSettings, counts, new_parser, seconds, size, sizes
+from phalanx.bench.collectives_goals import MB, OTHERS
 from phalanx.bench.collectives_table import tables
 from phalanx.bench.jobs import Job, mpi_version, under_mpi, under_phalanx
 from phalanx.bench.numbers import MOST_RANKS
@@ -65,11 +64,9 @@ def measure(settings: Settings) -> Report:
 def parse(argv: Sequence[str]) -> Settings:
     parser = new_parser("collectives", __doc__, repeats=4, timeout=300.0)
     parser.add_argument("--ranks", metavar="A,B", type=counts, default="2,4", help="default %(default)s")
+    parser.add_argument("--sizes", metavar="A,B", type=sizes, default=_SIZES, help="of all_reduce, default %(default)s")
     parser.add_argument(
-        "--sizes", metavar="A,B", type=_sizes, default=_SIZES, help="of all_reduce, default %(default)s"
-    )
-    parser.add_argument(
-        "--other-size", metavar="A", type=_size, default="25M", help="of the other collectives, default %(default)s"
+        "--other-size", metavar="A", type=size, default="25M", help="of the other collectives, default %(default)s"
     )
     parser.add_argument(
         "--seconds",
@@ -84,20 +81,6 @@ def parse(argv: Sequence[str]) -> Settings:
             f"--ranks has {settings.ranks[-1]}; the results of more than {MOST_RANKS} cannot be checked exactly"
         )
     return settings
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_size(part) for part in text.split(",")}))
-
-
-def _size(text: str) -> int:
-    """``64``, ``16K`` or ``4M``, in bytes."""
-    number, unit = text.strip(), 1
-    if number[-1:] in ("K", "M"):
-        number, unit = number[:-1], {"K": KB, "M": MB}[number[-1]]
-    if not number.isdigit() or int(number) * unit == 0 or int(number) * unit % 4:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 64, 16K or 4M, of whole float32 numbers")
-    return int(number) * unit
 
 
 def plan(settings: Settings, with_mpi: bool) -> Iterator[Job]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from phalanx.bench import numbers
 from phalanx.bench.torch_groups import Groups, agree, both_groups
 from phalanx.bench.turns import Contender, Turns, calls_of
+from phalanx.bench.work import all_reduce, checker, own_numbers
 
 
 def main(directory: Path) -> None:
@@ -27,55 +28,29 @@ def main(directory: Path) -> None:
     turns = Turns(dist.barrier, agree, order["seconds"])
     for size in order["sizes"]:
         calls = calls_of(size, order)
-        turns.measure("all_reduce", size, list(_all_reduce(groups, calls, size, size == order["limit"])))
+        turns.measure("all_reduce", size, list(all_reduce(groups, calls, size, size == order["limit"])))
     for name in order["others"]:
         turns.measure(name, order["other_size"], list(_OTHERS[name](groups, order["other_size"])))
     turns.write(directory, dist.get_rank())
     dist.destroy_process_group()
 
 
-def _source(calls: int, count: int) -> torch.Tensor:
-    """This rank's numbers. In torch's own memory: numpy asks the kernel for large pages, torch does not."""
-    return torch.from_numpy(numbers.pattern(calls, count)).mul(numbers.weight(dist.get_rank()))
-
-
-def _checker(found: torch.Tensor, expected: torch.Tensor, what: str) -> Callable[[], None]:
-    return functools.partial(numbers.check, found.numpy(), expected.numpy(), what)
-
-
-# ---- all_reduce, and the limit
-
-
-def _all_reduce(groups: Groups, calls: int, size: int, with_limit: bool) -> Iterator[Contender]:
-    count = size // 4
-    source = _source(calls, count)
-    data = torch.empty_like(source)
-    expected = torch.from_numpy(numbers.pattern(calls, count)).mul(numbers.weight_of_all(dist.get_world_size()))
-    prepare = functools.partial(data.copy_, source)
-    for name, group in groups.items():
-        reduces = [functools.partial(dist.all_reduce, row, group=group) for row in data]
-        yield Contender(name, reduces, prepare, _checker(data, expected, f"all_reduce of {size} bytes with {name}"))
-    if with_limit:
-        add = functools.partial(data.add_, source)
-        yield Contender("a += b", [add], prepare, _checker(data, source * 2, "a += b"))
-
-
 # ---- the others; ``size`` is that of the larger side: what all_gather gives and reduce_scatter takes
 
 
 def _broadcast(groups: Groups, size: int) -> Iterator[Contender]:
-    source = _source(1, size // 4)[0]
+    source = own_numbers(1, size // 4)[0]
     data = torch.empty_like(source)
     expected = source / numbers.weight(dist.get_rank()) * numbers.weight(0)
     for name, group in groups.items():
         call = functools.partial(dist.broadcast, data, 0, group=group)
-        check = _checker(data, expected, f"broadcast with {name}")
+        check = checker(data, expected, f"broadcast with {name}")
         yield Contender(name, [call], functools.partial(data.copy_, source), check)
 
 
 def _all_gather(groups: Groups, size: int) -> Iterator[Contender]:
     block = size // 4 // dist.get_world_size()
-    source = _source(1, block)[0]
+    source = own_numbers(1, block)[0]
     plain = source / numbers.weight(dist.get_rank())
     expected = torch.cat([plain * numbers.weight(rank) for rank in range(dist.get_world_size())])
     return _exchange(groups, "all_gather", _by_name("all_gather_single", "all_gather_into_tensor"), source, expected)
@@ -83,7 +58,7 @@ def _all_gather(groups: Groups, size: int) -> Iterator[Contender]:
 
 def _reduce_scatter(groups: Groups, size: int) -> Iterator[Contender]:
     block = size // 4 // dist.get_world_size()
-    source = _source(1, block * dist.get_world_size())[0]
+    source = own_numbers(1, block * dist.get_world_size())[0]
     mine = source / numbers.weight(dist.get_rank()) * numbers.weight_of_all(dist.get_world_size())
     expected = mine[dist.get_rank() * block :][:block].clone()
     how = _by_name("reduce_scatter_single", "reduce_scatter_tensor")
@@ -92,7 +67,7 @@ def _reduce_scatter(groups: Groups, size: int) -> Iterator[Contender]:
 
 def _all_to_all(groups: Groups, size: int) -> Iterator[Contender]:
     block = size // 4 // dist.get_world_size()
-    source = _source(1, block * dist.get_world_size())[0]
+    source = own_numbers(1, block * dist.get_world_size())[0]
     mine = source[dist.get_rank() * block :][:block] / numbers.weight(dist.get_rank())
     expected = torch.cat([mine * numbers.weight(rank) for rank in range(dist.get_world_size())])
     return _exchange(groups, "all_to_all", dist.all_to_all_single, source, expected)
@@ -111,7 +86,7 @@ def _exchange(
         call = functools.partial(how, output, source, group=group)
         # -1 is no result, so an output of the turn before cannot pass for one.
         prepare = functools.partial(output.fill_, -1)
-        yield Contender(backend, [call], prepare, _checker(output, expected, f"{name} with {backend}"))
+        yield Contender(backend, [call], prepare, checker(output, expected, f"{name} with {backend}"))
 
 
 _OTHERS = {

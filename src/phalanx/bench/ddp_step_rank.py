@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.bench.torch_groups import Groups, agree, both_groups
 from phalanx.bench.turns import Contender, Turns
-
-Batch = tuple[Tensor, Tensor]
+from phalanx.bench.work import Batch, check_same, mlp, mlp_batch, stepper
 
 
 def main(directory: Path) -> None:
@@ -48,9 +47,9 @@ def _measure(turns: Turns, groups: Groups, name: str, width: int) -> None:
     batch = sample(width)
     gradients = torch.ones(sum(parameter.numel() for parameter in models["alone"].parameters()))
     reduce = functools.partial(dist.all_reduce, gradients, op=dist.ReduceOp.AVG, group=groups["shm"])
-    contenders = [Contender(each, [_stepper(model, batch)]) for each, model in models.items()]
+    contenders = [Contender(each, [stepper(model, batch)]) for each, model in models.items()]
     turns.measure(name, 4 * gradients.numel(), [*contenders, Contender("all_reduce", [reduce])])
-    _check_same(models["shm"], models["gloo"])
+    check_same(models["shm"], models["gloo"])
 
 
 def _wrap(model: nn.Module, contender: str, groups: Groups) -> DistributedDataParallel:
@@ -68,36 +67,7 @@ def _as_it_came(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return future
 
 
-def _stepper(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    inputs, targets = batch
-
-    def step() -> None:
-        optimizer.zero_grad()
-        outputs = model(inputs)
-        nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
-        optimizer.step()
-
-    return step
-
-
-def _check_same(one: nn.Module, other: nn.Module) -> None:
-    for (name, mine), its in zip(one.named_parameters(), other.parameters(), strict=True):
-        if not torch.allclose(mine, its, rtol=1e-3, atol=1e-5):  # sums of several ranks depend on the order
-            worst = (mine - its).abs().max().item()
-            raise ArithmeticError(f"after the same steps, {name} with shm and with gloo differ by {worst:g}")
-
-
 # ---- the models
-
-
-def _mlp(width: int) -> nn.Module:
-    layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
-
-
-def _mlp_batch(width: int) -> Batch:
-    return torch.randn(8, width), torch.randint(width, (8,))
 
 
 _VOCABULARY = 256
@@ -116,7 +86,7 @@ def _transformer_batch(_: int) -> Batch:
 
 
 _MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int], Batch]]] = {
-    "MLP": (_mlp, _mlp_batch),
+    "MLP": (mlp, mlp_batch),
     "transformer": (_transformer, _transformer_batch),
 }
 

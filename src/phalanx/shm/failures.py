@@ -103,6 +103,10 @@ def unreachable(names: Names, rank: int, why: str) -> PeerLost:
     return PeerLost(f"{names.process(rank)} has ended or cannot be reached in {names.where()}: {why}")
 
 
+def cut_off(names: Names, rank: int) -> PeerLost:
+    return PeerLost(f"{names.process(rank)} hears nothing of the other nodes, nor of the store, in {names.where()}.")
+
+
 def left(names: Names, rank: int, number: int | None = None) -> PeerLost:
     return PeerLost(f"{names(rank)} has left the group and never comes to {names.where(number)}.")
 

@@ -30,10 +30,13 @@ _WORD, _FAILURE, _FAREWELL = range(3)
 _HELLO = struct.Struct("<16sI")
 """A secret that only ranks of the group can read in the store, and the caller's node."""
 _READ_BYTES = 1 << 18
-_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 25_000}
-"""A host that is gone without a word is noticed within half a minute. The last is in milliseconds."""
+_ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2, socket.TCP_USER_TIMEOUT: 15_000}
+"""A host that is gone without a word is noticed after 15 s (the last is in milliseconds): later than by the agents of
+`phalanx run`, which can say more about it and shall have the first word."""
 SLICE = 0.1
 """Seconds after which a wait looks around."""
+_STORE_SLICE = 2.0
+"""A wait in the store cannot be interrupted, so it is done in pieces of this length."""
 
 
 class _Line:
@@ -226,9 +229,9 @@ def _connect_all(store: Any, nodes: Nodes, address: str, timeout: float) -> dict
 
 
 def _call(store: Any, node: int, caller: int, deadline: float) -> socket.socket:
-    left = deadline - time.monotonic()
-    if not join.wait_for(store, f"leader/{node}", left):
-        raise JoinError(f"the leader of node {node} did not come while the group was being formed.")
+    while not join.wait_for(store, f"leader/{node}", min(_STORE_SLICE, deadline - time.monotonic())):
+        if time.monotonic() > deadline:
+            raise JoinError(f"the leader of node {node} did not come while the group was being formed.")
     address, port, secret = json.loads(store.get(f"leader/{node}"))
     try:
         connection = socket.create_connection((address, port), timeout=max(0.01, deadline - time.monotonic()))

@@ -65,18 +65,24 @@ class Passage:
         self._names_here.pids = tuple(claim.pid for claim in here)
         self._names_here.hosts = tuple(claim.host for claim in here)
         within = dist.PrefixStore(f"node/{nodes.here}", store)
-        self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
+        self._alarm = Alarm(store)
+        self._links: Links | None = None
+        with contextlib.ExitStack() as on_error:
+            self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
+            on_error.callback(self._segment.close)
+            if nodes.is_leader:
+                self._links = Links(store, nodes, address, seconds, names)
+                on_error.callback(self._links.close)
+            self.rail = Rail(store, nodes, timeout, address, names) if nodes.has_rail else None
+            on_error.pop_all()
         self._entry = Collectives(self._segment, nodes.local, len(here), seconds)
         self.local = Collectives(self._segment, nodes.local, len(here), seconds)
-        self._alarm = Alarm(store)
-        self._links = Links(store, nodes, address, seconds, names) if nodes.is_leader else None
-        self.rail = Rail(store, nodes, timeout, address, names) if nodes.has_rail else None
         self._broken: Exception | None = None
         self._looked = 0.0
         self.set_timeout(seconds)
 
     def set_timeout(self, seconds: float) -> None:
-        self._timeout = self._names_here.timeout = seconds
+        self._timeout = self._names_here.timeout = self.names.timeout = seconds
         self._entry.set_timeout(seconds)
         self.local.set_timeout(seconds + _LONGER)
 
@@ -177,7 +183,9 @@ class Passage:
         known = self._alarm.cause(_FOR_THE_CAUSE)
         if known is not None:
             return known
-        return self._explain(error) if isinstance(error, _GlooFailed) else error
+        if isinstance(error, _GlooFailed):
+            return self._explain(error)
+        return failures.cut_off(self.names, self.nodes.rank) if self._alarm.is_silent else error
 
     def _explain(self, error: _GlooFailed) -> PeerLost:
         """From an error of gloo to one that names the rank, as well as can be known."""

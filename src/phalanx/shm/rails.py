@@ -30,9 +30,10 @@ NEVER = timedelta(days=1)
 def own_address(store: Any, hosts: Collection[str]) -> str:
     """The address by which the other nodes reach this one."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    towards = _address_towards(store)
     if interface:
-        return _address_of(interface)
-    for address in (_address_towards(store), _address_of_host()):
+        return _address_of(interface, towards)
+    for address in (towards, _address_of_host()):
         if address and (len(set(hosts)) == 1 or not address.startswith("127.")):
             return address
     raise JoinError(
@@ -41,14 +42,17 @@ def own_address(store: Any, hosts: Collection[str]) -> str:
     )
 
 
-def _address_of(interface: str) -> str:
+def _address_of(interface: str, towards: str | None) -> str:
+    """Of several, the one on the way to the store; otherwise the first, as gloo has it."""
     import psutil
 
-    found = {address.family: address.address for address in psutil.net_if_addrs().get(interface, ())}
-    for family in (socket.AF_INET, socket.AF_INET6):
-        if family in found:
-            return found[family]
-    raise JoinError(f"GLOO_SOCKET_IFNAME is {interface!r}, but there is no such interface with an address.")
+    entries = psutil.net_if_addrs().get(interface, ())
+    found = [
+        entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
+    ]
+    if not found:
+        raise JoinError(f"GLOO_SOCKET_IFNAME is {interface!r}, but there is no such interface with an address.")
+    return towards if towards in found else found[0]
 
 
 def _address_towards(store: Any) -> str | None:
