@@ -21,6 +21,7 @@ from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause, is_victim
 from phalanx.errors import LaunchError
+from phalanx.launch import wire
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
@@ -80,7 +81,7 @@ class Agent:
             assert self._signalled is not None
             return 128 + self._signalled
         except LaunchError as error:
-            self._say([f"{error}"])
+            self._say([f"{error}"], "cause")
             self._log.write("ended", exit_code=1, error=str(error))
             return 1
         finally:
@@ -95,7 +96,7 @@ class Agent:
                 count = self._environ["OMP_NUM_THREADS"]
                 threads = f", OMP_NUM_THREADS={count} for each (cores {usable_cores()}, divided by ranks)"
             directory = report.shorten_path(str(self._directory))
-            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {directory}"])
+            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {directory}"], "announce")
         content = {
             "run_id": self._run_id,
             "host": self._host,
@@ -143,7 +144,7 @@ class Agent:
                 reason = self._company.loss() or self._company.stop_reason
                 if reason:
                     self._flush_console()
-                    self._say([reason])
+                    self._say([reason], "cause")
                     return self._end(1, endings, None, attempt)
             verdict = find_cause(endings)
             if attempt + 1 == most or self._company.lost:
@@ -249,7 +250,10 @@ class Agent:
                 self._signalled = number
                 name = signal.Signals(number).name
                 hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
-                self._say([f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"])
+                self._say(
+                    [f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"],
+                    "signal",
+                )
             if not self._watch.any_started:
                 self._nursery.kill()  # nothing of the user's has started yet
                 raise _Interrupted
@@ -280,13 +284,15 @@ class Agent:
                 log=self._log_of(verdict.cause),
                 attempts=attempt + 1,
             )
-            self._say(block)
+            self._say(block, "verdict")
         return exit_code
 
     def _log_of(self, ending: events.Ending) -> str:
         elsewhere = self._company.log_of(ending)
         if elsewhere is not None:
             return f"{elsewhere}/{events.log_path(Path(), ending.rank)}"
+        if self._spec.node_name is not None:  # who reads it may sit before another machine
+            return f"{self._spec.node_name}:{events.log_path(self._directory, ending.rank).absolute()}"
         return report.shorten_path(str(events.log_path(self._directory, ending.rank)))
 
     def _show(self, text: str) -> None:
@@ -306,9 +312,8 @@ class Agent:
         except OSError as error:
             self._say([f"cannot write {name} into {report.shorten_path(str(self._directory))}: {error.strerror}."])
 
-    def _say(self, lines: list[str]) -> None:
-        text = "phalanx: " + "\n".join(lines) + "\n"
-        self._console.put(self, self._console.err, text.encode(errors="replace"))
+    def _say(self, lines: list[str], topic: str = "") -> None:
+        self._console.put(self, self._console.err, wire.spoken(lines, topic, self._spec.node_name))
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already
