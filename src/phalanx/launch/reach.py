@@ -59,7 +59,7 @@ class Way:
         if "Permission denied" in last:
             return f"; there is nobody to type a password, so `{by_hand}` must work without one (a key, an agent)"
         if "Host key verification failed" in last:
-            return f"; its key is unknown: try `{by_hand}` by hand once"
+            return f"; its key is not known here, or has changed: try `{by_hand}` by hand"
         return ""
 
     def why_lost(self, code: int, said: Sequence[str]) -> str:

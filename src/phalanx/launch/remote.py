@@ -87,12 +87,11 @@ def _prepare(order: dict[str, Any]) -> LaunchSpec:
 
 def _hello(order: dict[str, Any], spec: LaunchSpec) -> dict[str, Any]:
     """What the conductor wants to know of this machine."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in ("torch", "phalanx"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            raise UsageError(f"{package} is not installed for {sys.executable} there; install it.") from None
+        versions[package] = _version(package)
+        if versions[package] is None:
+            raise UsageError(f"{package} is not installed for {sys.executable} there; install it.")
     connection = os.environ.get("SSH_CONNECTION", "").split() if order["kind"] == "ssh" else []
     client, server = (connection[0], connection[2]) if len(connection) == 4 else (None, None)
     return {
@@ -104,6 +103,13 @@ def _hello(order: dict[str, Any], spec: LaunchSpec) -> dict[str, Any]:
         "server": server,
         "first": _address_of(order["resolve"]) if order["resolve"] else None,
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package) or None  # of half an installation it is None as well
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _free_port() -> int:

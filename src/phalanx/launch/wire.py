@@ -14,9 +14,9 @@ from phalanx.launch.logs import LineCutter
 
 MARK = b"\x1ephalanx\x1e"
 
-BEAT_SECONDS = 5.0
+BEAT_SECONDS = 3.0
 """How often the conductor gives a sign of life."""
-SILENCE = 30.0
+SILENCE = 15.0
 """Without one for so long a remote ends its ranks: there is nobody left who could."""
 
 
