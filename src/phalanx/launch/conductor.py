@@ -195,7 +195,7 @@ class _Conductor:
     def _fail(self, text: str) -> None:
         """The conductor's own reason to end the run. The first reason is the one that is told."""
         self._exit_code = self._exit_code or 1
-        if not self._has_cause and not self._signalled:
+        if not self._has_cause and self._verdict is None and not self._signalled:
             self._has_cause = True
             self._say(text)
 
@@ -239,8 +239,8 @@ class _Conductor:
 
     def _tell_verdict(self) -> None:
         if self._verdict is not None:
-            while not self._console.flush(0.2) and not self._signals.pending and not self._signalled:
-                pass
+            while not self._console.flush(0.2) and not self._signalled:
+                self._obey_signals()
             self._say(self._verdict)
 
     # ---- signals

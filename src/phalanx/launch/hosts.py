@@ -47,7 +47,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def parse_host(text: str, where: str) -> Host:
     """``where`` begins the sentence of an error."""
     found = _HOST.fullmatch(text)
-    if found is None or text.startswith("-"):
+    if found is None or text.startswith("-") or ":" in (found["slots"] or ""):
         raise UsageError(f"{where}, which is no host; write name, name:8, user@name:8, or [fd00::7]:8 for IPv6.")
     name = found["six"] or found["name"]
     if name.startswith("-"):  # ssh would take it for an option
