@@ -12,7 +12,6 @@ from pathlib import Path
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch import devices, flags
-from phalanx.launch.hosts import find_fleet, is_here
 from phalanx.launch.spec import Fleet, LaunchSpec, Program
 from phalanx.ports import check_port
 
@@ -76,6 +75,10 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
     """The hosts to be started from here. Their cards and cores are counted there, so not here, unless for a table."""
+    if not (arguments.hosts or arguments.hostfile or environ.get("SLURM_JOB_NODELIST")):
+        return None
+    from phalanx.launch.hosts import find_fleet, is_here  # a run on one machine starts without them
+
     fleet = find_fleet(arguments, environ)
     if fleet is None:
         return None
