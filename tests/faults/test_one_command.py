@@ -135,8 +135,9 @@ def processes(node: Node, having: str) -> list[int]:
     return [int(line.split()[0]) for line in listed if having in line]
 
 
-def nothing_runs(site: Site) -> bool:
-    return not any(processes(node, "phalanx.launch") for node in site.nodes if node.is_up)
+def await_nothing(site: Site, seconds: float = 10) -> None:
+    """A remote whose ssh was ended notices that by itself, a moment later."""
+    await_that(lambda: not any(processes(node, "phalanx.launch") for node in site.nodes), "nothing runs", seconds)
 
 
 # ---- they run
@@ -173,7 +174,7 @@ def test_this_machine_is_the_first(site: Site, tmp_path: Path) -> None:
     assert code == 130
     assert err.count("SIGINT: stopping the ranks") == 1
     assert "Traceback" not in err
-    assert nothing_runs(site)
+    await_nothing(site)
 
 
 def test_one_host_elsewhere(site: Site, tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_hosts_that_are_not_reached(site: Site, tmp_path: Path) -> None:
     for sentence in FAULTS.values():
         assert sentence in err
     assert "Traceback" not in err
-    assert nothing_runs(site)
+    await_nothing(site)
 
 
 @contextlib.contextmanager
@@ -248,7 +249,7 @@ def test_what_is_missing_there(what: str, site: Site, tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert sentence in err
     assert "Traceback" not in err
-    assert nothing_runs(site)
+    await_nothing(site)
 
 
 def test_without_ssh_and_with_a_wrong_count(site: Site, tmp_path: Path) -> None:
@@ -279,7 +280,7 @@ def test_one_cause_told_once(what: str, who: int, status: int, site: Site, tmp_p
     assert log, "the block is the last, and says where the log is"
     assert "place" in Path(log[0]).read_text()
     assert out.count("place") == 3
-    assert nothing_runs(site)
+    await_nothing(site)
 
 
 def stay(site: Site, place: Path, *flags: str) -> subprocess.Popen[str]:
@@ -302,14 +303,14 @@ def test_a_second_ctrl_c(site: Site, tmp_path: Path) -> None:
     code, _, err = end(process, 20)
     assert code == 130
     assert err.count("SIGINT: stopping the ranks, 60 s at most") == 1
-    assert nothing_runs(site)
+    await_nothing(site)
 
 
 def test_the_conductor_is_killed(site: Site, tmp_path: Path) -> None:
     process = stay(site, tmp_path)
     process.kill()
     process.communicate(timeout=20)
-    await_that(lambda: nothing_runs(site), "the hosts notice it", 15)
+    await_nothing(site, 15)
 
 
 def test_ssh_is_killed(site: Site, tmp_path: Path) -> None:
@@ -320,7 +321,7 @@ def test_ssh_is_killed(site: Site, tmp_path: Path) -> None:
     assert code == 1
     assert err.count("phalanx: ") - err.count("phalanx: the backend") == 2, err
     assert "phalanx: the connection to node1 was lost: ssh ended with SIGKILL; all hosts are stopped\n" in err
-    await_that(lambda: nothing_runs(site), "node1 has seen it too", 15)
+    await_nothing(site, 15)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -333,7 +334,7 @@ def test_an_agent_is_killed(who: int, site: Site, tmp_path: Path) -> None:
     # Whoever notices first: the conductor, or the agents of the other nodes.
     told = re.findall(rf"phalanx: (the agent on node{who} was killed|node {who} \(host node{who}, .*\) is lost: )", err)
     assert len(told) == 1, err
-    assert nothing_runs(site)
+    await_nothing(site)
 
 
 def test_the_desk_loses_its_link(site: Site, tmp_path: Path) -> None:
@@ -391,4 +392,4 @@ def test_a_batch_script_of_slurm(site: Site, tmp_path: Path) -> None:
         f"[node1 rank 1] place 1 2 0 1 node1 1.0 {address} None",
     ]
     assert err.count("phalanx: rank 1 failed: sys.exit(7)") == 1
-    assert nothing_runs(site)
+    await_nothing(site)

@@ -28,6 +28,7 @@ _OTHERS_MAY_ANSWER = 3.0  # after one host has failed to: all that are wrong are
 _OTHERS_MAY_END = 2.0  # after one has ended with a failure: by themselves, before they are told to
 _LAST_WORDS = 10.0  # beside the shutdown timeout, until a way is killed
 _DRAIN_SECONDS = 2.0
+_HANG_UP_SECONDS = 2.0  # for remotes that have answered, and have not been told to start
 
 
 def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *, is_launch: bool = False) -> int:
@@ -270,8 +271,9 @@ class _Conductor:
     def _close(self) -> None:
         for outpost in self._outposts:
             outpost.hang_up()
+        patience = time.monotonic() + _HANG_UP_SECONDS
         for outpost in self._outposts:
-            outpost.close()
+            outpost.close(max(0.0, patience - time.monotonic()) if outpost.hello else 0.0)
         self._console.close(timeout=2.0 if self._signalled else None)
         self._selector.close()
         self._signals.close()

@@ -118,11 +118,13 @@ class Outpost:
     def kill(self) -> None:
         self._process.kill()
 
-    def close(self) -> None:
-        """After its end, or to bring it about."""
+    def close(self, patience: float) -> None:
+        """After its end, or to bring it about: by itself within the seconds of ``patience``."""
         self.hang_up()
-        if self._process.poll() is None:
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.wait()
+            self._process.wait()
         for stream in self.streams:
             stream.close()

@@ -6,6 +6,7 @@ that nothing secret is seen in a list of processes.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from phalanx.errors import LaunchError
 from phalanx.launch import boot
@@ -78,7 +80,7 @@ class Way:
 
 
 def find_way(host: Host, fleet: Fleet) -> Way:
-    remote = boot.command("phalanx.launch.remote.main()")
+    remote = _remote()
     if fleet.way == "srun":
         # Beside the step that may run already, and not bound to the one core that one task would get.
         flags = ("--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none", "--quiet")
@@ -87,6 +89,13 @@ def find_way(host: Host, fleet: Fleet) -> Way:
         return Way(host, "here", tuple(remote))
     # `exec`: no shell stays between ssh's server and the remote.
     return Way(host, "ssh", (*fleet.ssh, *_options(fleet.ssh, host), host.target, f"exec {shlex.join(remote)}"))
+
+
+def _remote() -> list[str]:
+    """The agents must be of the same phalanx as what they start, and that finds it by PYTHONPATH if we did."""
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ahead = str(Path(__file__).parents[2]) in (str(Path(entry).absolute()) for entry in path if entry)
+    return boot.command("phalanx.launch.remote.main()", ahead=ahead)
 
 
 def _options(ssh: Sequence[str], host: Host) -> list[str]:
