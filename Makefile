@@ -5,15 +5,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 
 CC     ?= cc
+INSTALL_SSHD := apt-get install -qq -y --no-install-recommends openssh-server openssh-client
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo test check mpirun bench stress suite clean
+.PHONY: demo test check mpirun sshd bench stress suite clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
 	$(BIN)/phalanx run --nproc-per-node 2 examples/digits.py
 
-test: check mpirun
+test: check mpirun sshd
 	$(BIN)/python -m pytest -m "not alone" -n 2
 	$(BIN)/python -m pytest -m alone
 
@@ -30,6 +31,14 @@ mpirun: $(VENV)/ready-dev
 		{ apt-get install -qq -y --no-install-recommends openmpi-bin || { apt-get update -qq && \
 		apt-get install -qq -y --no-install-recommends openmpi-bin; }; } >/dev/null || \
 		echo "openmpi-bin cannot be installed; the test beside Open MPI will be skipped"; }
+
+# The tests of one command for many machines run ssh's server in their virtual nodes. Where systemd would start it for the
+# whole machine, it is not installed: that is for the machine's owner to decide.
+sshd: $(VENV)/ready-dev
+	@[ -x /usr/sbin/sshd ] || [ "$$(id -u)" != 0 ] || [ -d /run/systemd/system ] || { \
+		echo "installing Debian's openssh-server"; \
+		{ $(INSTALL_SSHD) || { apt-get update -qq && $(INSTALL_SSHD); }; } >/dev/null || \
+		echo "openssh-server cannot be installed; the tests over ssh will be skipped"; }
 
 bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/launch.py

@@ -68,23 +68,25 @@ def _say_errors(command: Callable[[], int]) -> int:
 def _run(arguments: list[str]) -> int:
     from phalanx.launch import options
 
-    spec, dry_run = options.parse(arguments, os.environ)
-    return _start(spec, dry_run)
+    return _start(*options.parse(arguments, os.environ), arguments)
 
 
 def _launch(arguments: list[str]) -> int:
     from phalanx.launch import options
 
-    spec, dry_run = options.parse_launch(arguments, os.environ)
-    return _start(spec, dry_run)
+    return _start(*options.parse_launch(arguments, os.environ), arguments, is_launch=True)
 
 
-def _start(spec, dry_run: bool) -> int:
+def _start(spec, dry_run: bool, arguments: list[str], *, is_launch: bool = False) -> int:
     if dry_run:
         from phalanx.launch import dryrun
 
         dryrun.show(spec, os.environ)
         return 0
+    if spec.fleet is not None:
+        from phalanx.launch.conductor import conduct
+
+        return conduct(spec, arguments, os.environ, is_launch=is_launch)
     from phalanx.launch.run import run
 
     return run(spec, os.environ)

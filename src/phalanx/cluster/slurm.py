@@ -19,7 +19,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 
 def detect(environ: Mapping[str, str]) -> Situation | None:
-    if "SLURM_PROCID" not in environ or _is_shell(environ):
+    if not is_task(environ):
         return None
     rank = env.require_integer(environ, "SLURM_PROCID", beside="SLURM_JOB_ID")
     world_size = env.integer(environ, "SLURM_STEP_NUM_TASKS")
@@ -39,6 +39,11 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
         nodes=nodes,
         master=master_from(environ) or _master(environ),
     )
+
+
+def is_task(environ: Mapping[str, str]) -> bool:
+    """Whether srun has started this process, as one of several or the only one."""
+    return "SLURM_PROCID" in environ and not _is_shell(environ)
 
 
 def _is_shell(environ: Mapping[str, str]) -> bool:

@@ -18,6 +18,7 @@ from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause, is_victim
 from phalanx.errors import LaunchError
+from phalanx.launch import wire
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
 from phalanx.launch.devices import usable_cores
@@ -83,7 +84,7 @@ class Agent:
             self._say([f"the run has ended with exit code {over.exit_code} before this node could take part"])
             return over.exit_code
         except LaunchError as error:
-            self._say([f"{error}"])
+            self._say([f"{error}"], "cause")
             self._record.note("ended", exit_code=1, error=str(error))
             return 1
         finally:
@@ -97,7 +98,7 @@ class Agent:
             if self._environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
                 count = self._environ["OMP_NUM_THREADS"]
                 threads = f", OMP_NUM_THREADS={count} for each (cores {usable_cores()}, divided by ranks)"
-            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"])
+            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"], "announce")
         self._record.keep_order(spec)
 
     # ---- attempts
@@ -110,7 +111,7 @@ class Agent:
         introduction = self._company.introduction()
         if introduction != self._said_who:
             self._said_who = introduction
-            self._say([f"{introduction}"])
+            self._say([f"{introduction}"], "announce")
         return attempt
 
     def _idle_until(self, done: Callable[[], bool]) -> None:
@@ -142,7 +143,7 @@ class Agent:
             if attempt + 1 >= most or not self._company.can_go_on:
                 if verdict is None:
                     self._flush_console()
-                    self._say([reason])
+                    self._say([reason], "cause")
                 return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt)
             attempt += 1
             self._record.note("restarting", attempt=attempt, cause=reason)
@@ -252,7 +253,10 @@ class Agent:
                 self._signalled = number
                 name = signal.Signals(number).name
                 hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
-                self._say([f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"])
+                self._say(
+                    [f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"],
+                    "signal",
+                )
             if not self._watch.any_started:
                 self._nursery.kill()  # nothing of the user's has started yet
                 raise _Interrupted
@@ -267,7 +271,9 @@ class Agent:
         if verdict is not None:
             self._flush_console()
             elsewhere = self._company.log_of(verdict.cause)
-            self._say(self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere))
+            if elsewhere is None and self._spec.node_name is not None:  # who reads it may sit before another machine
+                elsewhere = f"{self._spec.node_name}:{self._directory.absolute()}"
+            self._say(self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere), "verdict")
         return exit_code
 
     def _show(self, text: str) -> bool:
@@ -282,9 +288,8 @@ class Agent:
         while not self._console.flush(0.2) and not self._signals.pending and self._signalled is None:
             pass
 
-    def _say(self, lines: list[str]) -> None:
-        text = "phalanx: " + "\n".join(lines) + "\n"
-        self._console.put(self, self._console.err, text.encode(errors="replace"))
+    def _say(self, lines: list[str], topic: str = "") -> None:
+        self._console.put(self, self._console.err, wire.spoken(lines, topic, self._spec.node_name))
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already

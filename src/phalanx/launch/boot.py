@@ -7,16 +7,20 @@ import sys
 from pathlib import Path
 
 
-def command(call: str) -> list[str]:
+def command(call: str, *, ahead: bool = False) -> list[str]:
     """The command that runs ``call``, such as ``phalanx.launch.zygote.main(5, fresh)``, in this same interpreter.
 
     In it ``fresh`` names the modules that an interpreter has before anything of ours is imported.
+    ``ahead``: this phalanx is taken before an installed one, in a process that has not got our PYTHONPATH.
     """
     root = str(Path(__file__).parents[2])
     module = call.partition("(")[0].rpartition(".")[0]
+    add, remove = f"sys.path.append({root!r})", "sys.path.pop()"
+    if ahead:
+        add, remove = f"sys.path.insert(0, {root!r})", "sys.path.pop(0)"
     text = (
         f"import sys; fresh = frozenset(sys.modules); sys.path[0] == '' and sys.path.pop(0); "
-        f"sys.path.append({root!r}); import {module}; sys.path.pop(); {call}"
+        f"{add}; import {module}; {remove}; {call}"
     )
     return [sys.executable, *_flags(), "-c", text]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 from phalanx.env import MAIN_VARIABLES
@@ -22,7 +22,9 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     from rich.table import Table
 
     route = _route(spec)
-    everyone = placements([spec.nproc_per_node] * spec.nnodes[1])
+    hosts = spec.fleet.hosts if spec.fleet is not None else ()
+    sizes = [host.slots or spec.nproc_per_node for host in hosts] or [spec.nproc_per_node] * spec.nnodes[1]
+    everyone = placements(sizes)
     cards = spec.devices if spec.devices is not None else devices.visible_cards(environ)
     interface = route.interface if isinstance(route, Route) else None
     environments = [_environment(spec, place, environ, interface) for place in everyone]
@@ -31,8 +33,8 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
         for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
         if len(values := {environment.get(name, "") for environment in environments}) == 1 and values != {""}
     }
-    table = Table(box=SIMPLE_HEAD, title=_title(spec, len(everyone)), title_justify="left")
-    for column in ("node", "rank", "local rank", "device"):
+    table = Table(box=SIMPLE_HEAD, title=_title(spec, sizes), title_justify="left")
+    for column in ("node", *(["host"] if hosts else []), "rank", "local rank", "device"):
         table.add_column(column, justify="right")
     table.add_column("environment of its own", overflow="fold")
     for place, environment in zip(everyone, environments, strict=True):
@@ -41,9 +43,9 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
             for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES")
             if name in environment and name not in common
         ]
-        table.add_row(
-            str(place.node), str(place.rank), str(place.local_rank), device_of(place, cards, spec), " ".join(own)
-        )
+        host = [hosts[place.node].name] if hosts else []
+        numbers = (str(place.rank), str(place.local_rank))
+        table.add_row(str(place.node), *host, *numbers, device_of(place, cards, spec), " ".join(own))
     # A table in a file or a pipe is for a program or a search: no folding to an imagined screen.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     console.print(table)
@@ -56,9 +58,12 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     console.print("with:     ", spec.program.interpreter or interpreter(), soft_wrap=True)
 
 
-def _title(spec: LaunchSpec, world_size: int) -> str:
-    nodes = spec.nnodes[1]
-    text = f"{nodes} node{'s' * (nodes > 1)} × {spec.nproc_per_node} processes = {world_size} ranks"
+def _title(spec: LaunchSpec, sizes: Sequence[int]) -> str:
+    nodes = len(sizes)
+    if len(set(sizes)) == 1:
+        text = f"{nodes} node{'s' * (nodes > 1)} × {sizes[0]} processes = {sum(sizes)} ranks"
+    else:
+        text = f"{nodes} nodes, {' + '.join(map(str, sizes))} processes = {sum(sizes)} ranks"
     if spec.nnodes[0] != nodes:
         text += f" (with all of {spec.nnodes[0]} to {nodes} nodes)"
     return text
@@ -66,7 +71,7 @@ def _title(spec: LaunchSpec, world_size: int) -> str:
 
 def _route(spec: LaunchSpec) -> Route | str | None:
     """The network that would be used, or why none: a table may be wanted before the machines are there."""
-    if spec.nnodes[1] == 1 or spec.master_addr == LOOPBACK:
+    if spec.nnodes[1] == 1 or spec.master_addr == LOOPBACK or spec.fleet is not None:
         return None
     try:
         return network.find_route(spec.master_addr, spec.interface, spec.local_addr)
@@ -77,8 +82,10 @@ def _route(spec: LaunchSpec) -> Route | str | None:
 def _environment(
     spec: LaunchSpec, place: Placement, environ: Mapping[str, str], interface: str | None
 ) -> dict[str, str]:
-    base = {**environ, **devices.thread_setting(spec.nproc_per_node, environ)}
-    address = spec.master_addr if place.nnodes > 1 else "127.0.0.1"
+    base = {**environ, **devices.thread_setting(place.local_world_size, environ)}
+    address = spec.master_addr if place.nnodes > 1 else LOOPBACK
+    if spec.fleet is not None and address == LOOPBACK:
+        address = f"(that of {spec.fleet.hosts[0].name})"
     environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id, interface)
     if not spec.master_port:
         environment["MASTER_PORT"] = "(a free one)"

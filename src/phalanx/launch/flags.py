@@ -39,7 +39,7 @@ _EVERY = "stdout (1), stderr (2) or both (3)"
 TABLE: dict[str, tuple[Flag, ...]] = {
     "how many processes": (
         Flag("--nproc-per-node", "on each machine: a number, auto, cpu or gpu (default 1, or one a device)", "N"),
-        Flag("--nnodes", "machines (default 1)", "N|MIN:MAX", "1"),
+        Flag("--nnodes", "machines (default 1)", "N|MIN:MAX"),
         Flag("--node-rank", "number of this machine (default 0)", "K", 0, int),
         Flag("--devices", "the cards to use, counted within what is visible", "0,3"),
         Flag("--virtual-local-rank", "every process sees its card as number 0, and LOCAL_RANK=0"),
@@ -72,6 +72,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--rdzv-timeout", "seconds to wait for the other machines (default 300)", "S", 300.0, float),
         Flag("--interface", "the network to the other machines (default: the one that leads to the master)", "NAME"),
         Flag("--local-addr", "address of this machine, for several machines", "HOST"),
+    ),
+    "one command for all machines": (
+        Flag("--hosts", "start there over ssh: host or host:processes; the first has rank 0", "A:8,B:8", short="-H"),
+        Flag("--hostfile", "the same from a file with a host a line: name slots=8", "FILE"),
+        Flag("--ssh", "the command that connects (default ssh)", "'ssh -p 22'", "ssh"),
+        Flag("--export", "more variables of yours that go there", "NAME,…", ""),
     ),
     "when something goes wrong": (
         Flag("--max-restarts", "start all ranks again after a failure, at most N times", "N", 0, int),
@@ -115,6 +121,7 @@ examples:
   phalanx run --devices 0,3 train.py                    one on card 0, one on card 3
   phalanx run --nproc-per-node 2 -m my.package          as `python -m` would run it
   phalanx run --nnodes 3 --nproc-per-node 8 --dry-run train.py
+  phalanx run -H node1:8,node2:8 train.py               eight on each of two machines, over ssh
 """
 
 

@@ -26,8 +26,9 @@ _PROGRESS_EVERY = 10.0
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
-def rank_prefix(rank: int, world_size: int, coloured: bool) -> bytes:
-    text = f"[rank {rank:>{len(str(world_size - 1))}}]"
+def rank_prefix(rank: int, world_size: int, coloured: bool, node: str | None = None) -> bytes:
+    """``node``: the name of its node, where one console shows several."""
+    text = f"[{node + ' ' if node else ''}rank {rank:>{len(str(world_size - 1))}}]"
     if coloured:
         text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
     return text.encode() + b" "

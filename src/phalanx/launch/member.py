@@ -158,6 +158,8 @@ def new_member(
             files.append(LogFile(directory / _STREAMS[stream], complain))
             logs.append(files[-1])
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
-        prefix = rank_prefix(place.rank, place.world_size, console.colours) if place.world_size > 1 else None
+        prefix = None
+        if place.world_size > 1:
+            prefix = rank_prefix(place.rank, place.world_size, console.colours, spec.node_name)
         pumps.append(Pump(Route(files, tail, fd if shown else None, prefix), console, resume))
     return Member(place, pumps, tail, logs, error_logs=files)

@@ -40,7 +40,7 @@ def resolve(host: str, what: str) -> str:
         raise UsageError(f"{what} {host!r} cannot be resolved ({error.strerror}); give its address.") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
-        if not _is_loopback(address):
+        if not is_loopback(address):
             return address
     raise UsageError(
         f"{what} {host!r} stands for {addresses[0]}, which other machines cannot reach; "
@@ -51,6 +51,16 @@ def resolve(host: str, what: str) -> str:
 def is_own(address: str) -> bool:
     """Whether it belongs to one of this machine's interfaces."""
     return address in {found for addresses in _interfaces().values() for found in addresses}
+
+
+def leads_here(name: str) -> bool:
+    """Whether a name or address is this machine's own. One that cannot be resolved is not."""
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return False
+    addresses = [str(entry[4][0]) for entry in found]
+    return any(is_loopback(address) or is_own(address) for address in addresses)
 
 
 def _own_address_towards(target: str, name: str) -> str:
@@ -91,5 +101,6 @@ def _address_of(interface: str) -> str:
     return found[interface][0]
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """An address that means another machine on every machine."""
     return address.startswith("127.") or address == "::1"

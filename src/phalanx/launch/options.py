@@ -13,30 +13,38 @@ from typing import Any
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch import devices, flags
-from phalanx.launch.spec import LaunchSpec, Program
+from phalanx.launch.spec import Fleet, LaunchSpec, Program
 from phalanx.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
 _CONF = ("join_timeout", "timeout", "last_call_timeout", "is_host")
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[LaunchSpec, bool]:
-    """The spec, and whether this is a --dry-run."""
-    return _parse(flags.new_parser(flags.TABLE, environ, "phalanx run"), argv, environ)
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
+) -> tuple[LaunchSpec, bool]:
+    """The spec, and whether this is a --dry-run. ``overrides``: of flags, by the names that argparse gives them."""
+    return _parse(flags.new_parser(flags.TABLE, environ, "phalanx run"), argv, environ, overrides)
 
 
-def parse_launch(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[LaunchSpec, bool]:
+def parse_launch(
+    argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
+) -> tuple[LaunchSpec, bool]:
     """The same for ``python -m phalanx.launch``, which has torch.distributed.launch's flags as well."""
     tables = {**flags.TABLE, **flags.LAUNCH_TABLE}
-    return _parse(flags.new_parser(tables, environ, "python -m phalanx.launch"), argv, environ)
+    return _parse(flags.new_parser(tables, environ, "python -m phalanx.launch"), argv, environ, overrides)
 
 
-def _parse(parser: flags.Parser, argv: Sequence[str], environ: Mapping[str, str]) -> tuple[LaunchSpec, bool]:
+def _parse(
+    parser: flags.Parser, argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None
+) -> tuple[LaunchSpec, bool]:
     arguments = parser.parse_args(argv)
+    vars(arguments).update(overrides or {})
     return _to_spec(arguments, environ), bool(arguments.dry_run)
 
 
 def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> LaunchSpec:
+    fleet = _fleet(arguments, environ)
     cards = devices.choose_cards(arguments.devices, environ) if arguments.devices else None
     visible = cards if cards is not None else devices.visible_cards(environ)
     asked = arguments.nproc_per_node or (str(len(cards)) if cards else "1")
@@ -45,7 +53,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     return LaunchSpec(
         program=_program(arguments, environ),
         nproc_per_node=nproc,
-        nnodes=_nodes(arguments.nnodes),
+        nnodes=_nodes(arguments.nnodes or "1"),
         node_rank=arguments.node_rank,
         **_meeting(arguments),
         interface=arguments.interface,
@@ -64,7 +72,27 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         redirects=_streams("--redirects", arguments.redirects, nproc),
         tee=_streams("--tee", arguments.tee, nproc),
         local_ranks_filter=_filter(arguments.local_ranks_filter),
+        fleet=fleet,
     )
+
+
+def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
+    """The hosts to be started from here. Their cards and cores are counted there, so not here, unless for a table."""
+    if not (arguments.hosts or arguments.hostfile or environ.get("SLURM_JOB_NODELIST")):
+        return None
+    from phalanx.launch.hosts import find_fleet, is_here  # a run on one machine starts without them
+
+    fleet = find_fleet(arguments, environ)
+    if fleet is None:
+        return None
+    alone = fleet.hosts[0] if len(fleet.hosts) == 1 and is_here(fleet.hosts[0]) else None
+    if alone is not None:  # a plain run
+        arguments.nproc_per_node = str(alone.slots) if alone.slots else arguments.nproc_per_node
+        return None
+    arguments.nnodes = str(len(fleet.hosts))
+    if not arguments.dry_run:
+        arguments.nproc_per_node, arguments.devices = "1", None
+    return fleet
 
 
 def _program(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Program:
@@ -143,7 +171,7 @@ def _place(arguments: argparse.Namespace) -> tuple[str, int]:
     parts = re.fullmatch(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d+))?", endpoint)
     if parts is None:
         raise UsageError(f"--rdzv-endpoint {endpoint!r} is not HOST or HOST:PORT; an IPv6 address stands in brackets.")
-    default = 0 if _nodes(arguments.nnodes)[1] == 1 else _DEFAULT_PORT[kind]
+    default = 0 if _nodes(arguments.nnodes or "1")[1] == 1 else _DEFAULT_PORT[kind]
     port = int(parts["port"]) if parts["port"] else default
     return parts["v6"] or parts["host"], check_port(port, "the port of --rdzv-endpoint")
 

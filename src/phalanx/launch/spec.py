@@ -27,6 +27,34 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Host:
+    """One machine, and how many processes it gets."""
+
+    name: str
+    """As it was given, without user and brackets."""
+    slots: int | None = None
+    """None: what --nproc-per-node says there."""
+    user: str | None = None
+
+    @property
+    def target(self) -> str:
+        """As ssh takes it."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All machines of a run that one command starts; the first has node rank 0."""
+
+    hosts: tuple[Host, ...]
+    way: str = "ssh"
+    """``ssh`` or ``srun``."""
+    ssh: tuple[str, ...] = ("ssh",)
+    export: tuple[str, ...] = ()
+    """Variables that travel, beside those of luggage.py."""
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """One run, as asked for on the command line. The same on every node but for ``node_rank``."""
 
@@ -67,6 +95,10 @@ class LaunchSpec:
     tee: Mapping[int, int] = field(default_factory=dict)
     """The same, into files and onto the console."""
     local_ranks_filter: tuple[int, ...] | None = None
+    fleet: Fleet | None = None
+    """The hosts that this command starts; None when it starts this node alone."""
+    node_name: str | None = None
+    """This node's name in the output, when one command has started all nodes."""
 
     def __post_init__(self) -> None:
         fewest, most = self.nnodes

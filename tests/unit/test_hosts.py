@@ -1,0 +1,317 @@
+"""The hosts that one command starts: their notations, what travels to them, what their failures are called."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch import boot, dryrun, hosts, luggage, muster, options, reach, wire
+from phalanx.launch.outpost import Outpost
+from phalanx.launch.spec import Fleet, Host, LaunchSpec
+
+
+def parse(*argv: str, **environ: str) -> LaunchSpec:
+    return options.parse(list(argv), environ)[0]
+
+
+def fleet(*argv: str, **environ: str) -> Fleet:
+    found = parse(*argv, "train.py", **environ).fleet
+    assert found is not None
+    return found
+
+
+# ---- notations
+
+
+def test_hosts_of_every_kind() -> None:
+    assert fleet("-H", "a:8,me@b.example:4, [fd00::7]:2,me@[fe80::1%eth0],10.0.0.9").hosts == (
+        Host("a", 8),
+        Host("b.example", 4, "me"),
+        Host("fd00::7", 2),
+        Host("fe80::1%eth0", None, "me"),
+        Host("10.0.0.9"),
+    )
+    assert Host("fd00::7", 2, "me").target == "me@fd00::7"
+    assert fleet(PET_HOSTS="a,b:2").hosts == (Host("a"), Host("b", 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a,,b", "--hosts has '', which is no host"),
+        ("a:0", "--hosts has 'a:0', but the number of processes is a whole number from 1 on"),
+        ("a:x", "--hosts has 'a:x', but the number"),
+        ("a:", "--hosts has 'a:', but the number"),
+        ("a:²", "but the number"),
+        ("fd00::7", r"--hosts has 'fd00::7', which is no host; write .* or \[fd00::7\]:8 for IPv6"),
+        ("a b", "--hosts has 'a b', which is no host"),
+        ("-oProxyCommand=x", "which is no host"),
+        ("me@-x", "a name cannot begin with a dash"),
+        ("a:2,b,me@a:3", "names a twice; give each host once"),
+    ],
+)
+def test_hosts_that_are_none(text: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        parse(f"--hosts={text}", "train.py")
+
+
+def test_a_hostfile(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# the cluster\n\n  a slots=8   # big\nme@b:4\n[fd00::7] slots=1\nc\n")
+    assert fleet("--hostfile", str(file)).hosts == (Host("a", 8), Host("b", 4, "me"), Host("fd00::7", 1), Host("c"))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("a\nb slots=0\n", "line 2 of .*hosts has 'slots=0', but the number of processes"),
+        ("a\n\n# x\nb gpus=8\n", "line 4 of .*hosts has 'gpus=8', which is unknown there; write `b slots=8`"),
+        ("a:2 slots=3\n", "line 1 of .*hosts has 'slots=3', which is unknown there"),
+        ("a\nb\na slots=2\n", "line 3 of .*hosts names a twice"),
+        ("@b\n", "line 1 of .*hosts has '@b', which is no host"),
+        ("# nobody\n", "names no host; write one a line"),
+        ("\udcff", "cannot be read: it is no text"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_hostfile_that_is_wrong(content: str | None, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    if content is not None:
+        file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(UsageError, match=sentence):
+        parse("--hostfile", str(file), "train.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--hostfile", "x"], "--hosts and --hostfile contradict each other"),
+        (["--nnodes", "3"], r"--nnodes 3, but 2 host\(s\) are given; leave out --nnodes"),
+        (["--node-rank", "1"], "--node-rank is for one command on each machine"),
+        (["--standalone"], "--standalone is for one command"),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"], "--rdzv-endpoint is for one command"),
+        (["--ssh", "ssh 'x"], r"--ssh \"ssh 'x\" cannot be read"),
+        (["--ssh", ""], "--ssh is empty"),
+        (["--export", "A=1"], "--export has 'A=1'; give names of variables"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout is -1"),
+    ],
+)
+def test_flags_beside_hosts(flags: list[str], sentence: str) -> None:
+    assert fleet("-H", "a,b", "--nnodes", "2", "--ssh", "ssh -p 7", "--export", "A, B") == Fleet(
+        (Host("a"), Host("b")), "ssh", ("ssh", "-p", "7"), ("A", "B")
+    )
+    with pytest.raises(UsageError, match=sentence):
+        parse("-H", "a,b", *flags, "train.py")
+
+
+def test_one_host_that_is_this_machine_is_a_plain_run() -> None:
+    for name in ("localhost", socket.gethostname(), "127.0.0.1"):
+        spec = parse("-H", f"{name}:3", "train.py")
+        assert (spec.fleet, spec.nproc_per_node, spec.nnodes) == (None, 3, (1, 1))
+    assert parse("-H", "localhost", "--nproc-per-node", "2", "train.py").nproc_per_node == 2
+    assert not hosts.is_here(Host("localhost", 3, "me")), "another user is another place"
+    assert not hosts.is_here(Host("203.0.113.7"))
+    assert fleet("-H", "elsewhere.invalid").hosts == (Host("elsewhere.invalid"),)
+
+
+def test_cards_are_counted_there_not_here() -> None:
+    spec = parse("-H", "a,b", "--nproc-per-node", "gpu", "--devices", "0,9", "train.py", CUDA_VISIBLE_DEVICES="0")
+    assert spec.nnodes == (2, 2)
+    remote = {"hosts": None, "hostfile": None, "nnodes": "2", "node_rank": 1, "nproc_per_node": "2"}
+    argv = ["-H", "a,b", "--nproc-per-node", "7", "--tee", "3", "train.py"]
+    there, _ = options.parse(argv, {}, remote)
+    assert (there.fleet, there.nproc_per_node, there.node_rank, there.tee) == (None, 2, 1, {0: 3, 1: 3})
+
+
+def test_the_table_has_host_names(capsys: pytest.CaptureFixture[str]) -> None:
+    spec, is_dry = options.parse(["-H", "alpha:2,beta", "--dry-run", "--nproc-per-node", "1", "train.py"], {})
+    assert is_dry
+    dryrun.show(spec, {})
+    shown = capsys.readouterr().out
+    assert "2 nodes, 2 + 1 processes = 3 ranks" in shown
+    rows = [line.split()[:4] for line in shown.splitlines() if "RANK=" in line]
+    assert rows == [["0", "alpha", "0", "0"], ["0", "alpha", "1", "1"], ["1", "beta", "2", "0"]]
+    assert "MASTER_ADDR=(that of alpha)" in shown
+
+
+# ---- SLURM
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_PROCID": "0"}
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "scontrol"
+    program.write_text(
+        '#!/bin/sh\n[ "$3" = "gpu[1-2]" ] || { echo "bad list" >&2; exit 1; }\nprintf "gpu1\\ngpu2\\n"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+@pytest.mark.usefixtures("scontrol")
+def test_an_allocation_of_slurm() -> None:
+    assert fleet(**BATCH) == Fleet((Host("gpu1"), Host("gpu2")), "srun")
+    assert fleet("-H", "a,b", **BATCH).way == "ssh", "who names hosts is asked nothing"
+    for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--node-rank", "1"]):
+        assert parse(*flags, "train.py", **BATCH).fleet is None
+    assert parse("train.py", **{**BATCH, "SLURM_STEP_ID": "0"}).fleet is None, "a task that srun has started"
+    assert parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu1"}).fleet is None
+    with pytest.raises(UsageError, match=r"`scontrol show hostnames 'gpu\[9-\]'` failed \(bad list\); name the hosts"):
+        parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu[9-]"})
+
+
+def test_slurm_without_its_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="scontrol is not on PATH; name the hosts with -H, or give --standalone"):
+        parse("train.py", **BATCH)
+
+
+# ---- what travels, and how
+
+
+def test_the_luggage() -> None:
+    goes = ("PATH", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_HOME", "PHALANX_BACKEND")
+    stays = ("HOME", "SSH_AUTH_SOCK", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PHALANX_RUN_TOKEN")
+    environ: dict[str, str] = dict.fromkeys((*goes, *stays, "MY_TOKEN"), "x")
+    assert sorted(luggage.pack(environ, ())) == sorted(goes)
+    assert sorted(luggage.pack(environ, ("MY_TOKEN", "CUDA_VISIBLE_DEVICES"))) == sorted(
+        (*goes, "MY_TOKEN", "CUDA_VISIBLE_DEVICES")
+    )
+    with pytest.raises(UsageError, match="--export MISSING: there is no such variable here"):
+        luggage.pack(environ, ("MISSING",))
+
+
+REMOTE = boot.command("phalanx.launch.remote.main()")
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
+def test_the_users_settings_win(tmp_path: Path) -> None:
+    """Ours stand in for ssh's defaults alone. What ssh makes of all of them it tells itself."""
+    config = tmp_path / "config"
+    config.write_text("Host b\n  ServerAliveInterval 60\n  ConnectTimeout 7\n  ControlMaster auto\n")
+    ssh = ("ssh", "-F", str(config), "-o", "BatchMode=no")
+    for name, interval, timeout in (("a", "5", "20"), ("b", "60", "7")):
+        way = reach.find_way(Host(name, 2, "me"), Fleet((), "ssh", ssh))
+        assert way.command[-2] == f"me@{name}"
+        command = [*way.command[:-2], "-G", way.command[-2]]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert f"serveraliveinterval {interval}" in told
+        assert f"connecttimeout {timeout}" in told
+        assert "controlmaster false" in told
+        assert "batchmode no" in told, "a word of --ssh beats ours"
+
+
+def test_command_lines() -> None:
+    here = reach.find_way(Host("localhost"), Fleet(()))
+    assert (here.kind, list(here.command)) == ("here", REMOTE)
+    srun = reach.find_way(Host("gpu1"), Fleet((), "srun"))
+    assert srun.command[0] == "srun"
+    assert "--nodelist=gpu1" in srun.command
+    assert list(srun.command[-len(REMOTE) :]) == REMOTE
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said", "sentence"),
+    [
+        (
+            "ssh",
+            255,
+            ["hello", "ssh: connect to host n port 22: No route to host"],
+            "n cannot be reached: ssh: connect",
+        ),
+        ("ssh", 255, ["me@n: Permission denied (publickey)."], "`ssh me@n true` must work without one"),
+        ("ssh", 127, ["bash: line 1: x: No such file"], f"n: there is no interpreter {sys.executable}"),
+        ("srun", 126, [], f"n: there is no interpreter {sys.executable}"),
+        ("ssh", 1, ["ModuleNotFoundError: No module named 'phalanx'"], "n: phalanx is not installed for"),
+        (
+            "srun",
+            1,
+            ["srun: error: Unable to create step"],
+            "n: the start failed with exit code 1: srun: error: Unable",
+        ),
+        ("here", -9, [], "n: the start failed with SIGKILL: it said nothing."),
+    ],
+)
+def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentence: str) -> None:
+    assert sentence in reach.Way(Host("n", None, "me"), kind, ()).why_not_started(code, said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said", "sentence"),
+    [
+        (
+            "ssh",
+            255,
+            ["Timeout, server n not responding."],
+            "connection to n was lost: Timeout, server n not responding",
+        ),
+        ("ssh", 255, ["[n rank 0] Connection to my db was lost"], "the agent on n was killed"),
+        ("ssh", -15, [], "the connection to n was lost: ssh ended with SIGTERM"),
+        ("ssh", 1, ["Timeout"], "the agent on n ended without a word, with exit code 1"),
+        ("srun", 137, [], "the agent on n ended without a word, with exit code 137"),
+    ],
+)
+def test_why_a_way_is_lost(kind: str, code: int, said: list[str], sentence: str) -> None:
+    assert sentence in reach.Way(Host("n"), kind, ()).why_lost(code, said)
+
+
+def test_messages_among_lines() -> None:
+    """In any pieces, behind a greeting, and behind a line that has no end."""
+    message = wire.marked(say="a\nb", topic="")
+    text = b"Welcome!\n" + wire.marked(hello=1) + b"[rank 0] one\nhalf" + message + b"\x1ephalanx\x1e no\n[rank 0] two"
+    for size in (1, 3, 7, len(text)):
+        heard: list[dict[str, Any]] = []
+        sieve = wire.Sieve(heard.append)
+        kept = b""
+        for at in range(0, len(text), size):
+            kept += sieve.feed(text[at : at + size])
+            sieve.is_open = bool(heard)
+        kept += sieve.finish()
+        assert heard == [{"hello": 1}, {"say": "a\nb", "topic": ""}]
+        if size < len(text):
+            assert kept == b"[rank 0] one\nhalf\n\x1ephalanx\x1e no\n[rank 0] two\n"
+
+
+def outpost(name: str, node: int, kind: str, **hello: Any) -> Outpost:
+    """One that has answered."""
+    versions = {"Python": "3.11", "torch": "2.13.0", "phalanx": "1"}
+    told = {**versions, "nproc": 2, "port": 4000, "client": None, "server": None, "first": None, **hello}
+    way = reach.Way(Host(name), kind, ())
+    return cast(Outpost, SimpleNamespace(name=name, node=node, way=way, hello=told))
+
+
+def test_where_they_meet() -> None:
+    spec = parse("train.py")
+    by_ssh = [outpost("a", 0, "ssh", server="10.0.0.1"), outpost("b", 1, "ssh", client="10.0.0.9")]
+    assert muster.master(by_ssh, spec) == ("10.0.0.1", 4000)
+    chosen = parse("--master-addr", "ib0.a", "--master-port", "29500", "train.py")
+    assert muster.master(by_ssh, chosen) == ("ib0.a", 29500)
+    from_here = [outpost("a", 0, "here"), outpost("b", 1, "ssh", client="10.0.0.9", first="10.0.0.8")]
+    assert muster.master(from_here, spec) == ("10.0.0.9", 4000)
+    by_srun = [outpost("a", 0, "srun"), outpost("b", 1, "srun", first="10.0.0.7")]
+    assert muster.master(by_srun, spec) == ("10.0.0.7", 4000)
+    for useless in ("127.0.0.1", "fe80::1%eth0", None):
+        with pytest.raises(LaunchError, match="by which address the other hosts reach a; give it with --master-addr"):
+            muster.master([outpost("a", 0, "ssh", server=useless), by_ssh[1]], spec)
+
+
+def test_whether_they_fit() -> None:
+    same = [outpost(name, node, "ssh") for node, name in enumerate("ab")]
+    muster.compare(same)
+    assert muster.roll(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
+    with pytest.raises(LaunchError, match=r"^c has Python 3.9, but a has 3.11; install .*\nc has phalanx 2, but"):
+        muster.compare([*same, outpost("c", 2, "ssh", Python="3.9", phalanx="2")])
+
+
+def test_what_an_agent_says() -> None:
+    assert wire.spoken(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
+    assert wire.spoken(["one", " two"], "verdict", "n1").startswith(wire.MARK)
