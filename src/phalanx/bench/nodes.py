@@ -12,15 +12,14 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from phalanx.bench import machine, nodes_plot
-from phalanx.bench.arguments import counts, new_parser, positive, seconds, sizes
+from phalanx.bench.arguments import CommonSettings, counts, new_parser, positive, seconds, sizes
 from phalanx.bench.jobs import Job
 from phalanx.bench.nodes_table import tables
 from phalanx.bench.numbers import MOST_RANKS
 from phalanx.bench.on_nodes import NODES, UNSHAPED
-from phalanx.bench.report import Report, until_interrupted
+from phalanx.bench.report import Report
 from phalanx.bench.rows import rows
 from phalanx.bench.steps import take
 from phalanx.errors import UsageError
@@ -42,30 +41,21 @@ link, too, shm cannot be faster by more than that."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags."""
+class Settings(CommonSettings):
+    """Its own flags."""
 
     per_node: tuple[int, ...]
     links: tuple[str, ...]
     sizes: tuple[int, ...]
     width: int
     seconds: float
-    repeats: int
-    timeout: float
-    out: Path
 
 
-def main(argv: list[str]) -> int:
-    """Entry of ``phalanx bench nodes``; returns the exit code."""
-    settings = parse(argv)
-    return until_interrupted(lambda: _run(settings))
-
-
-def _run(settings: Settings) -> None:
+def measure(settings: Settings) -> Report:
     described = machine.describe("numpy")
     series = [each for found in take(list(plan(settings))) for each in found]
     found = rows(series)
-    report = Report(
+    return Report(
         "nodes",
         "Over several nodes",
         described,
@@ -75,8 +65,6 @@ def _run(settings: Settings) -> None:
         tables(found),
         lambda path, about: nodes_plot.draw(found, path, about),
     )
-    report.print()
-    report.write(settings.out)
 
 
 def parse(argv: Sequence[str]) -> Settings:
