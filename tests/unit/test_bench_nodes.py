@@ -86,6 +86,12 @@ def test_flags() -> None:
         nodes.parse(["--per-node", "2,9"])
 
 
+def test_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="virtual nodes need root, and this is user 1000"):
+        nodes.main([])
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
 def test_for_real(phalanx: Runner, tmp_path: Path) -> None:
     flags = ["--per-node", "1", "--links", "1gbit", "--sizes", "4K", "--width", "32", "--seconds", "0.05"]

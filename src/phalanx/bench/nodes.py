@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ class Settings:
 def main(argv: list[str]) -> int:
     """Entry of ``phalanx bench nodes``; returns the exit code."""
     settings = parse(argv)
+    if os.geteuid() != 0:
+        raise UsageError(f"virtual nodes need root, and this is user {os.geteuid()}; run the benchmark as root.")
     return until_interrupted(lambda: _run(settings))
 
 
