@@ -44,10 +44,10 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/launch.py
 	$(BIN)/python benchmarks/collectives.py
 	$(BIN)/python benchmarks/ddp_step.py
-	$(BIN)/python benchmarks/nodes.py
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/track.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
+	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev
 	$(BIN)/python tests/native/stress.py --seconds 60

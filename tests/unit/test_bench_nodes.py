@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from phalanx.errors import UsageError
 from tests.conftest import Runner
 
 
-def row(count: int, link: str, ranks: int = 8, what: str = "all_reduce", **milliseconds: float) -> Row:
+def row(milliseconds: dict[str, float], count: int, link: str, ranks: int = 8, what: str = "all_reduce") -> Row:
     """One turn of each contender in each of two repeats."""
     series = [
         Series(f"{what} over {link}", count, name, ranks, repeat, (time * 1e3,))
@@ -30,12 +29,12 @@ def row(count: int, link: str, ranks: int = 8, what: str = "all_reduce", **milli
 
 def test_what_the_link_allows() -> None:
     """125 million bytes take a second over a gigabit."""
-    found = row(125_000_000, "1gbit", shm=1250.0, gloo=2000.0)
+    found = row({"shm": 1250.0, "gloo": 2000.0}, 125_000_000, "1gbit")
     assert least(found) == pytest.approx(1e6)
     share = of_the_link(found)
     assert share is not None
     assert share.median == pytest.approx(0.8)
-    unshaped = row(125_000_000, "unshaped", shm=10.0, gloo=20.0)
+    unshaped = row({"shm": 10.0, "gloo": 20.0}, 125_000_000, "unshaped")
     assert least(unshaped) is None
     assert of_the_link(unshaped) is None
 
@@ -48,22 +47,22 @@ def test_what_the_link_allows() -> None:
         ({"shm": 300.0, "gloo": 600.0}, ["gloo/shm ≥ 1.8: met", "of the link ≥ 80%: missed"]),
     ],
 )
-def test_goals(times: dict[str, Any], expected: list[str]) -> None:
-    assert verdicts(row(25 * MB, "1gbit", **times)) == expected
+def test_goals(times: dict[str, float], expected: list[str]) -> None:
+    assert verdicts(row(times, 25 * MB, "1gbit")) == expected
     for other in (
-        row(25 * MB, "100mbit", **times),
-        row(25 * MB, "1gbit", 4, **times),
-        row(MB, "1gbit", **times),
-        row(25 * MB, "1gbit", what="DDP step", **times),
+        row(times, 25 * MB, "100mbit"),
+        row(times, 25 * MB, "1gbit", 4),
+        row(times, MB, "1gbit"),
+        row(times, 25 * MB, "1gbit", what="DDP step"),
     ):
         assert verdicts(other) == []
 
 
 def test_the_tables() -> None:
     found = [
-        row(4 * KB, "unshaped", 4, shm=1.5, gloo=3.0),
-        row(25 * MB, "1gbit", 8, shm=240.0, gloo=372.0),
-        row(12 * MB, "1gbit", 8, "DDP step", alone=50.0, shm=150.0, gloo=180.0),
+        row({"shm": 1.5, "gloo": 3.0}, 4 * KB, "unshaped", 4),
+        row({"shm": 240.0, "gloo": 372.0}, 25 * MB, "1gbit", 8),
+        row({"alone": 50.0, "shm": 150.0, "gloo": 180.0}, 12 * MB, "1gbit", 8, "DDP step"),
     ]
     lines = [" ".join(line.split()) for line in tables(found).splitlines()]
     assert "| 2 × 2 | unshaped | 4 KB | 3.00 (3.00–3.00) | 1.50 (1.50–1.50) | 2.00 (2.00–2.00) | | |" in lines
@@ -85,6 +84,12 @@ def test_flags() -> None:
         nodes.parse(["--links", "fast"])
     with pytest.raises(UsageError, match="--per-node has 9"):
         nodes.parse(["--per-node", "2,9"])
+
+
+def test_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="virtual nodes need root, and this is user 1000"):
+        nodes.measure(nodes.parse([]))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")

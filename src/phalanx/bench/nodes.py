@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class Settings(CommonSettings):
 
 
 def measure(settings: Settings) -> Report:
+    if os.geteuid() != 0:
+        raise UsageError(f"virtual nodes need root, and this is user {os.geteuid()}; run the benchmark as root.")
     described = machine.describe("numpy")
     series = [each for found in take(list(plan(settings))) for each in found]
     found = rows(series)
