@@ -37,10 +37,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_both_readmes_show_the_same() -> None:
-    """The Chinese page has the same commands, pictures, links and figures as the English one."""
-    english, chinese = ((REPOSITORY / name).read_text() for name in ("README.md", "README.zh-CN.md"))
-    fences = r"```(?:sh|python)\n(.*?)```"
+TRANSLATED = [*REPOSITORY.glob("*.zh-CN.md"), *REPOSITORY.glob("docs/*.zh-CN.md")]
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.name)
+def test_a_translation_shows_the_same(page: Path) -> None:
+    """The Chinese page has the same commands, messages, pictures, links and figures as the English one."""
+    chinese = page.read_text()
+    english = page.with_name(page.name.replace(".zh-CN", "")).read_text()
+    fences = r"```(?:sh|python)?\n(.*?)```"
     strip = re.compile(r"\s*#.*")
     for ours, theirs in zip(
         re.findall(fences, english, re.DOTALL), re.findall(fences, chinese, re.DOTALL), strict=True
@@ -48,8 +53,20 @@ def test_both_readmes_show_the_same() -> None:
         assert [strip.sub("", line) for line in ours.splitlines()] == [
             strip.sub("", line) for line in theirs.splitlines()
         ]
-    links = r"\]\(([^)]+)\)"
-    assert set(re.findall(links, english)) - {"README.zh-CN.md"} == set(re.findall(links, chinese)) - {"README.md"}
+    assert _links(english) == _links(chinese)
+    assert _messages(english, "it says") == _messages(chinese, "提示")
     assert re.findall(r"\| [^|]*?([\d.]+) (?:s|MiB|秒) ", english) == re.findall(
         r"\| [^|]*?([\d.]+) (?:s|MiB|秒) ", chinese
     )
+
+
+def _links(text: str) -> set[str]:
+    """Without the place on the page, whose name is translated, and whichever language a page is in."""
+    targets = {target.partition("#")[0].replace(".zh-CN", "") for target in re.findall(r"\]\(([^)]+)\)", text)}
+    return {target for target in targets if not target.endswith(("README.md", "many-machines.md"))}
+
+
+def _messages(text: str, heading: str) -> list[str]:
+    """The first column of every table of what a program says."""
+    tables = re.findall(rf"^\| {heading} \|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
