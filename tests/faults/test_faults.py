@@ -428,6 +428,18 @@ def test_restarts_run_out(method: str, phalanx: Runner, script) -> None:
     assert "attempt 2" in block[1]
 
 
+def test_a_crash_loop_ends(phalanx: Runner, script) -> None:
+    """Whatever number of restarts is left: the fifth failure of one kind within seconds is the last."""
+    name = script("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); raise OSError('no disk')")
+    outcome = phalanx("run", "--max-restarts", "1000", *WITHOUT_TORCH, name)
+    assert outcome.code == 1
+    assert outcome.lines[-1] == "attempt 4"
+    assert (
+        "phalanx: a crash loop: the same failure 5 times in a row, 10 s apart at most; the 996 attempts" in outcome.err
+    )
+    assert outcome.complaint[0].startswith("phalanx: rank 0 failed: OSError: no disk")
+
+
 def test_the_old_attempt_is_gone_before_the_next_starts(phalanx: Runner, script) -> None:
     name = script(
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import find_cause, is_consequence
+from phalanx.diagnose.repetition import Repetition
 from phalanx.events import Ending, ErrorRecord, Frame
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2711"
@@ -66,3 +67,11 @@ def test_headlines() -> None:
     assert report.headline(Ending(0, 1, 0.0, signal=60)) == "signal 60"
     assert report.headline(Ending(0, 1, 0.0, exit_code=4)) == "exit code 4, without an exception"
     assert report.headline(raised(0, 0.0, "MemoryError", "")) == "MemoryError"
+
+
+def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:
+    repetition = Repetition()
+    assert [repetition.add(raised(0, 9.0 * n)) for n in range(5)] == [False, False, False, False, True]
+    slow, mixed = Repetition(), Repetition()
+    assert not any(slow.add(raised(0, 11.0 * n)) for n in range(9))
+    assert not any(mixed.add(raised(0, float(n), message=f"attempt {n % 4 // 2}")) for n in range(9))

@@ -17,6 +17,7 @@ from pathlib import Path
 from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause, is_victim
+from phalanx.diagnose.repetition import Repetition
 from phalanx.errors import LaunchError
 from phalanx.launch import wire
 from phalanx.launch.company import new_company
@@ -59,6 +60,7 @@ class Agent:
         """The first signal that told the agent to stop."""
         self._resumable: list[Pump] = []
         self._environ = dict(environ)
+        self._repetition = Repetition()
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
@@ -140,7 +142,11 @@ class Agent:
             if not any(ending.failed for ending in endings) and not self._company.lost:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._blame(endings)
-            if attempt + 1 >= most or not self._company.can_go_on:
+            last = attempt + 1 >= most or not self._company.can_go_on
+            if not last and verdict is not None and self._repetition.add(verdict.cause):
+                last = True
+                self._say([f"{self._repetition}; the {most - attempt - 1} attempts left are not made"])
+            if last:
                 if verdict is None:
                     self._flush_console()
                     self._say([reason], "cause")
