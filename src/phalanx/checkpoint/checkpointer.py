@@ -13,10 +13,10 @@ from typing import Any
 from phalanx import world as worlds
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
-from phalanx.checkpoint.loading import Loaded
+from phalanx.checkpoint.finder import Finder
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.saving import Saving, Task
-from phalanx.checkpoint.shelf import Entry, Shelf
+from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.words import note, say
 from phalanx.errors import CheckpointError, UsageError
@@ -62,8 +62,7 @@ class Checkpointer:
         self._saves = 0
         self._last: int | None = None
         """The step that was saved or loaded last."""
-        self._broken: set[str] = set()
-        """Directories that were found out to be damaged."""
+        self._finder = Finder(self._shelf, self._council, self._note)
         worlds.before_leaving(self.close)
 
     # ---- saving
@@ -140,7 +139,7 @@ class Checkpointer:
         return self._council.lead(prepare)
 
     def _check_order(self, step: int) -> None:
-        later = [entry.step for entry in self._shelf.whole() if entry.directory not in self._broken]
+        later = [entry.step for entry in self._shelf.whole() if entry.directory not in self._finder.broken]
         if later and later[0] > step:
             raise UsageError(
                 f"{self._shelf.place} has a checkpoint of step {later[0]}, and step {step} is to be saved: "
@@ -214,17 +213,7 @@ class Checkpointer:
         """
         target = _state(state or 0, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
         self.wait()
-        skipped: list[str] = []
-        while True:
-            directory = self._council.lead(lambda: self._newest(skipped))
-            if directory is None:
-                return None
-            problem = self._try(self._entry(directory), target)
-            if not problem:
-                return target
-            skipped.append(directory)
-            if self._council.rank == 0:
-                self._skip(directory, problem)
+        return self._took(target) if self._finder.load_latest(target) else None
 
     def load(
         self,
@@ -240,63 +229,13 @@ class Checkpointer:
         """Loads the checkpoint of one step; CheckpointError if it is not there, or damaged."""
         target = _state(state or 0, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
         self.wait()
-        directory = self._council.lead(lambda: self._of_step(step))
-        if problem := self._try(self._entry(directory), target):
-            raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {problem}.")
-        return target
+        self._finder.load(step, target)
+        return self._took(target)
 
-    def _newest(self, skipped: list[str]) -> str | None:
-        """On rank 0."""
-        for entry in self._shelf.entries():
-            if entry.directory in skipped:
-                continue
-            if entry.manifest is not None:
-                return entry.directory
-            skipped.append(entry.directory)
-            self._skip(entry.directory, entry.problem)
-        return None
-
-    def _skip(self, directory: str, problem: str) -> None:
-        self._broken.add(directory)
-        say(f"skipped the checkpoint {directory} in {self._shelf.place}: {problem}")
-
-    def _of_step(self, step: int) -> str:
-        entries = self._shelf.entries()
-        found = [entry for entry in entries if entry.step == step]
-        for entry in found:
-            if entry.manifest is not None:
-                return entry.directory
-        if found:
-            raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {found[0].problem}.")
-        there = ", ".join(str(each) for each in sorted({entry.step for entry in entries if entry.manifest})) or "none"
-        raise CheckpointError(f"{self._shelf.place} has no checkpoint of step {step}; there are: {there}.")
-
-    def _entry(self, directory: str) -> Entry:
-        for entry in self._shelf.entries():
-            if entry.directory == directory:
-                return entry
-        return Entry(0, directory, None, f"rank {self._council.rank} does not see it")
-
-    def _try(self, entry: Entry, state: State) -> str:
-        """Reads it on all ranks; nothing is changed unless all could. What is wrong with it otherwise."""
-        council = self._council
-        started = time.perf_counter()
-        problem = self._shelf.verify(entry, council.rank, council.size)
-        loaded = None
-        if not problem:
-            try:
-                loaded = Loaded(self._shelf.place, entry, state, council.world)
-            except OSError as error:
-                problem = f"it cannot be read: {error.strerror or error}"
-        told = council.gather(problem)
-        problem = council.lead(lambda: next((each for each in told or () if each), ""))
-        if not problem:
-            assert loaded is not None
-            loaded.hand_over(state)
-            self._last = state.step
-            self._schedule.done(state.step)
-            self._note("loaded", step=state.step, seconds=time.perf_counter() - started)
-        return problem
+    def _took(self, state: State) -> State:
+        self._last = state.step
+        self._schedule.done(state.step)
+        return state
 
 
 def _state(state: int | State, **parts: Any) -> State:

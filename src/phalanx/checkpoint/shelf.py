@@ -35,10 +35,15 @@ class Shelf:
         found = []
         for name in self.place.directories():
             if (match := _CHECKPOINT.fullmatch(name)) is not None:
-                found.append(self._entry(int(match[1]), name))
+                found.append(self._entry(name, int(match[1])))
         return sorted(found, key=lambda entry: (entry.step, entry.manifest.time if entry.manifest else 0), reverse=True)
 
-    def _entry(self, step: int, directory: str) -> Entry:
+    def entry(self, directory: str) -> Entry:
+        """The one of that name."""
+        match = _CHECKPOINT.fullmatch(directory)
+        return self._entry(directory, int(match[1]) if match else 0)
+
+    def _entry(self, directory: str, step: int) -> Entry:
         try:
             return Entry(step, directory, read_manifest(self.place, directory))
         except Broken as error:
