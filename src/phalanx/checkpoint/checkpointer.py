@@ -94,8 +94,6 @@ class Checkpointer:
         self.wait()
         if force and self._saves and state.step == self._last:
             return False  # it is there already
-        if self._token is None:
-            self._token = self._open(state.step)
         self._begin(state)
         if not self._asynchronous:
             self.wait()
@@ -104,11 +102,13 @@ class Checkpointer:
     def _begin(self, state: State) -> None:
         council = self._council
         started = time.perf_counter()
-        assert self._token is not None
         pieces, rng = layout.pieces_of(state)
+        if self._token is None:
+            self._token = self._open(state.step)
         plans, metadata = shares.plan(pieces, council.size)
         digest = layout.digest(pieces)
-        task = Task(state.step, self._saves, self._token, state.parts, digest, plans, metadata, self._keep)
+        size = sum(piece.tensor.nbytes for piece in pieces if piece.tensor is not None)
+        task = Task(state.step, self._saves, self._token, state.parts, digest, plans, metadata, self._keep, size)
         self._copies.take(plans[council.rank], pieces, rng, council.rank)
         self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=self._copies.bytes)
         self._saving = Saving(task, self._copies, council, self._shelf, self._note)
@@ -194,7 +194,8 @@ class Checkpointer:
     # ---- loading
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, oldest first. Their files are not read."""
+        """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
+        self.wait()
         return self._council.lead(lambda: sorted(entry.step for entry in self._shelf.whole()))
 
     def load_latest(

@@ -18,6 +18,7 @@ from phalanx.errors import CheckpointError, UsageError
 def export(place: Place, entry: Entry, out: Path) -> int:
     """Writes the tensors of the model, under their own names; returns how many."""
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError:
         raise UsageError("safetensors is not installed; `pip install 'phalanx[export]'` brings it.") from None
@@ -33,8 +34,8 @@ def export(place: Place, entry: Entry, out: Path) -> int:
         with aside.open("rb") as file:
             os.fsync(file.fileno())
         aside.replace(out)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {out}: {error.strerror or error}.") from None
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out}: {getattr(error, 'strerror', None) or error}.") from None
     finally:
         with contextlib.suppress(FileNotFoundError):
             aside.unlink()

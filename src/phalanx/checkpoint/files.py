@@ -28,6 +28,8 @@ class _Sum(io.RawIOBase):
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._size = self._crc = 0
+        self.failure: OSError | None = None
+        """torch.save has no words for it: it says that a position is not the one it expected."""
 
     def writable(self) -> bool:
         return True
@@ -36,7 +38,11 @@ class _Sum(io.RawIOBase):
         view = memoryview(data).cast("B")
         self._crc = zlib.crc32(view, self._crc)
         self._size += len(view)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         return len(view)
 
     def tell(self) -> int:
@@ -64,7 +70,12 @@ class Files(FileSystemBase):
             return
         with self._place.create(self._directory, name) as file:
             summed = _Sum(file)
-            yield summed
+            try:
+                yield summed
+            except Exception as error:
+                if summed.failure is not None and summed.failure is not error:
+                    raise summed.failure from error
+                raise
         self.facts[name] = summed.fact
 
     def write(self, name: str, content: bytes) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.loading import Loaded
-from phalanx.checkpoint.shelf import Entry, Shelf
+from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.words import say
 from phalanx.errors import CheckpointError
@@ -69,24 +69,29 @@ class Finder:
     # ---- on all ranks
 
     def _try(self, directory: str, state: State) -> str:
-        """What is wrong with it, for any rank; ``state`` is changed only if nothing is."""
+        """What is wrong with it, for any rank; ``state`` is changed only if nothing is.
+
+        Each rank sums up its share of the files. Only when all of them are right does any rank read on, for what is
+        damaged must not be unpickled.
+        """
         council = self._council
         started = time.perf_counter()
-        loaded, problem = self._read(self._shelf.entry(directory), state)
-        told = council.gather(problem)
-        problem = council.lead(lambda: next((each for each in told or () if each), ""))
-        if not problem:
-            assert loaded is not None
-            loaded.hand_over(state)
-            self._note("loaded", step=state.step, seconds=time.perf_counter() - started)
-        return problem
-
-    def _read(self, entry: Entry, state: State) -> tuple[Loaded | None, str]:
-        """Each rank sums up its share of the files, and reads what it needs of all."""
-        council = self._council
-        if problem := self._shelf.verify(entry, council.rank, council.size):
-            return None, problem
+        entry = self._shelf.entry(directory)
+        if problem := self._of_all(self._shelf.verify(entry, council.rank, council.size)):
+            return problem
+        loaded, problem = None, ""
         try:
-            return Loaded(self._shelf.place, entry, state, council.world), ""
+            loaded = Loaded(self._shelf.place, entry, state, council.world)
         except OSError as error:
-            return None, f"it cannot be read: {error.strerror or error}"
+            problem = f"it cannot be read: {error.strerror or error}"
+        if problem := self._of_all(problem):
+            return problem
+        assert loaded is not None
+        loaded.hand_over(state)
+        self._note("loaded", step=state.step, seconds=time.perf_counter() - started)
+        return ""
+
+    def _of_all(self, problem: str) -> str:
+        """The first of what the ranks have found."""
+        told = self._council.gather(problem)
+        return self._council.lead(lambda: next((each for each in told or () if each), ""))

@@ -32,6 +32,13 @@ class Piece:
     """Equal on all ranks, bit for bit, so that any of them can write it. The others are rank 0's."""
 
     @property
+    def tensor(self) -> Tensor | None:
+        """None for what is pickled whole."""
+        value = self.value
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        return value if is_plain else None
+
+    @property
     def name(self) -> str:
         return ".".join(map(str, self.path))
 
@@ -76,17 +83,16 @@ def _piece(path: Path, value: Any, is_shared: bool) -> Piece:
             f"{'.'.join(map(str, path))} is a {type(value).__name__}, and px.Checkpointer saves plain tensors that all "
             "ranks have; save such a model with torch.distributed.checkpoint."
         )
-    if value.layout != torch.strided or value.is_quantized:
-        return Piece(path, on_cpu(value))
-    return Piece(path, value.detach(), is_shared)
+    piece = Piece(path, value.detach(), is_shared)
+    return piece if piece.tensor is not None else Piece(path, on_cpu(value))
 
 
 def digest(pieces: Iterable[Piece]) -> str:
     """Equal on two ranks that are about to save the same things: names, types and shapes."""
     found = hashlib.blake2b(digest_size=8)
     for piece in pieces:
-        value = piece.value
-        kind = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else "object"
+        tensor = piece.tensor
+        kind = f"{tensor.dtype} {tuple(tensor.shape)}" if tensor is not None else "object"
         found.update(f"{piece.name} {kind} {piece.is_shared}\n".encode())
     return found.hexdigest()
 

@@ -66,6 +66,12 @@ class Local(Place):
         (self._root / aside).rename(self._root / final)
         _sync(self._root)
 
+    def settle(self, final: str) -> None:
+        plain = final.partition(".")[0]
+        if final != plain:
+            (self._root / final).rename(self._root / plain)
+            _sync(self._root)
+
     def remove(self, directory: str) -> None:
         target = self._root / directory
         if ".tmp-" not in directory and ".old-" not in directory:

@@ -46,7 +46,7 @@ def decode(content: bytes) -> Manifest:
     try:
         fields: dict[str, Any] = json.loads(content)
         check = fields.pop("check")
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise Broken(f"{MANIFEST} is damaged") from None
     if check != _check(fields):
         raise Broken(f"{MANIFEST} is damaged: its content has another checksum than it says")

@@ -62,6 +62,10 @@ class Place(ABC):
         """All files of ``aside`` are written, the manifest last: from here on the checkpoint is found as ``final``."""
 
     @abstractmethod
+    def settle(self, final: str) -> None:
+        """Nothing else has the step of ``final`` any more: it may have its plain name."""
+
+    @abstractmethod
     def remove(self, directory: str) -> None:
         """At no moment does half of it look like a checkpoint."""
 

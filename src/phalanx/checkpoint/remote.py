@@ -60,6 +60,9 @@ class Remote(Place):
     def publish(self, aside: str, final: str) -> None:
         """The manifest, which was written last, has done it."""
 
+    def settle(self, final: str) -> None:
+        """It keeps its name: to rename is to copy here."""
+
     def remove(self, directory: str) -> None:
         manifest = self._at(directory, MANIFEST)
         if self._fs.exists(manifest):

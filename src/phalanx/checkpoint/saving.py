@@ -45,12 +45,8 @@ class Task:
     plans: list[SavePlan]
     metadata: Metadata
     keep: int | None
-
-    @property
-    def bytes(self) -> int:
-        """Of all tensors, on all ranks."""
-        items = (item for plan in self.plans for item in plan.items)
-        return sum(item.tensor_storage_size() or 0 for item in items)
+    bytes: int
+    """Of all tensors, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +110,17 @@ class Saving:
 
     def _write_share(self) -> _Share:
         task = self._task
-        files = Files(self._shelf.place, self._aside)
+        place = self._shelf.place
+        files = Files(place, self._aside)
+        free = None
         try:
-            self._shelf.place.make(self._aside)
+            place.make(self._aside)
+            free = place.free_bytes()
             writer = Writer(files, self._aside)
             plan = writer.prepare_global_plan(task.plans)[self._council.rank]
             results = writer.write_data(plan, self._copies).wait()
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
-            return _Share(task.step, task.digest, error=self._explain(error))
+            return _Share(task.step, task.digest, error=self._explain(error, free))
         return _Share(task.step, task.digest, results, files.facts)
 
     def _conclude(self) -> str:
@@ -179,12 +178,10 @@ class Saving:
             self._note("save failed", step=self.step, problem=problem)
         self._council.tell(self._key("outcome"), problem)
 
-    def _explain(self, error: Exception) -> str:
-        place = self._shelf.place
-        head = f"rank {self._council.rank} could not write the checkpoint of step {self.step} to {place}"
+    def _explain(self, error: Exception, free: int | None = None) -> str:
+        head = f"rank {self._council.rank} could not write the checkpoint of step {self.step} to {self._shelf.place}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = place.free_bytes()
-            room = "" if free is None else f", of which {free / _MEGA:.1f} MB are free"
+            room = "" if free is None else f", and {free / _MEGA:.1f} MB were free"
             return f"{head}: the disk is full. It needs {self._task.bytes / _MEGA:.1f} MB{room}; make room there."
         if isinstance(error, OSError):
             return f"{head}: {error.strerror or error}."

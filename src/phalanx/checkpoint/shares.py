@@ -34,15 +34,17 @@ Rows = tuple[int, int]
 def plan(pieces: Sequence[Piece], size: int) -> tuple[list[SavePlan], Metadata]:
     """What each rank writes, and what DCP has to know of the whole."""
     items: list[list[WriteItem]] = [[] for _ in range(size)]
-    shared = [piece for piece in pieces if piece.is_shared and isinstance(piece.value, Tensor)]
+    burden, shared = 0, []
     for piece in pieces:
-        if not isinstance(piece.value, Tensor):
+        if piece.tensor is None:
             items[0].append(_object(piece.name))
-        elif not piece.is_shared:
-            items[0].append(_tensor(piece.name, piece.value, (0, _rows(piece.value))))
-    burden = sum(piece.value.nbytes for piece in pieces if isinstance(piece.value, Tensor) and not piece.is_shared)
-    for piece, rank, rows in _cut(shared, burden, size):
-        items[rank].append(_tensor(piece.name, piece.value, rows))
+        elif piece.is_shared:
+            shared.append((piece.name, piece.tensor))
+        else:
+            items[0].append(_tensor(piece.name, piece.tensor, (0, _rows(piece.tensor))))
+            burden += piece.tensor.nbytes
+    for name, tensor, rank, rows in _cut(shared, burden, size):
+        items[rank].append(_tensor(name, tensor, rows))
     for rank in range(size):
         items[rank].append(_object(random_name(rank)))
     plans, metadata = create_default_global_save_plan([SavePlan(each) for each in items])
@@ -51,22 +53,21 @@ def plan(pieces: Sequence[Piece], size: int) -> tuple[list[SavePlan], Metadata]:
     return plans, metadata
 
 
-def _cut(pieces: Sequence[Piece], burden: int, size: int) -> Iterator[tuple[Piece, int, Rows]]:
+def _cut(shared: Sequence[tuple[str, Tensor]], burden: int, size: int) -> Iterator[tuple[str, Tensor, int, Rows]]:
     """Rank 0 begins with the ``burden`` of what only it can write."""
-    target = max(1.0, (burden + sum(piece.value.nbytes for piece in pieces)) / size)
+    target = max(1.0, (burden + sum(tensor.nbytes for _, tensor in shared)) / size)
     position = burden
-    for piece in pieces:
-        tensor: Tensor = piece.value
+    for name, tensor in shared:
         rows, length = _rows(tensor), tensor.nbytes
         if length < _LEAST_TO_CUT or rows < 2:
-            yield piece, min(size - 1, int((position + length / 2) / target)), (0, rows)
+            yield name, tensor, min(size - 1, int((position + length / 2) / target)), (0, rows)
         else:
             begin = 0
             for rank in range(size):
                 edge = rows if rank == size - 1 else math.ceil(((rank + 1) * target - position) * rows / length)
                 end = min(rows, edge)
                 if end > begin:
-                    yield piece, rank, (begin, end)
+                    yield name, tensor, rank, (begin, end)
                     begin = end
         position += length
 

@@ -90,3 +90,4 @@ class Shelf:
             is_double = entry.step == step and entry.directory != saved
             if is_double or entry.step < kept[-1]:
                 self.place.remove(entry.directory)
+        self.place.settle(saved)
