@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import random
+import select
 import signal
 import sys
 import time
@@ -60,8 +61,12 @@ class Attempt:
     def _tell(self, step: int) -> None:
         os.write(self._writer, step.to_bytes(4, "little"))
 
+    def await_word(self) -> None:
+        """Until a rank tells something: `_save_on` tells a 0 when it begins."""
+        select.select([self._reader], [], [], 30)
+
     def told(self) -> int:
-        """The last step that some rank knew to be whole; 0 if none."""
+        """The last step that some rank knew to be whole; 0 if none. For when the ranks have ended."""
         with os.fdopen(self._reader, "rb") as pipe:
             content = pipe.read()
         return max((int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)), default=0)
@@ -103,6 +108,7 @@ def _save_on(world: World, path: Path, tell: Callable[[int], None], steps: int =
     checkpointer = px.Checkpointer(path, keep=keep)
     state = px.State(model=_model(0), extra={"of": 0})
     checkpointer.load_latest(state)
+    tell(0)
     for step in range(state.step + 1, state.step + 1 + steps):
         checkpointer.save(px.State(model=_model(step), step=step, extra={"of": step}))
         checkpointer.wait()
@@ -207,8 +213,8 @@ def test_killed_at_every_write(run_ranks: RunRanks, tmp_path: Path) -> None:
         return killed, last
 
     ((killed, last),) = run_ranks(burn, 1, tmp_path, join_group=False, timeout=120)
-    assert killed > 30
-    assert 5 < last < killed  # some were killed after the rename, while the old one was removed; most before
+    assert killed > 20
+    assert 2 < last < killed  # some were killed after the rename, while the old one was removed; most before
 
 
 # ---- at any moment
@@ -219,15 +225,23 @@ def test_killed_at_random_moments(run_ranks: RunRanks, tmp_path: Path) -> None:
         torch.set_num_threads(1)
         path = directory / "kept"
         dice = random.Random(7)
-        last = unfinished = 0
+        attempt = Attempt(path, 2, _MOMENTS, lambda *given: _save_on(*given, steps=5))
+        attempt.await_word()
+        started = time.monotonic()
+        attempt.wait()
+        one_save = (time.monotonic() - started) / 5
+        last, unfinished = attempt.told(), 0
+        assert last == 5
         for moment in range(_MOMENTS):
             size = dice.choice((1, 2))
             attempt = Attempt(path, size, moment, _save_on)
-            time.sleep(dice.uniform(0.0, 0.12))
+            if dice.random() < 0.85:  # the others are killed while they begin
+                attempt.await_word()
+            time.sleep(dice.uniform(0.0, 2 * one_save))
             victims = dice.sample(range(size), dice.randint(1, size))
             attempt.kill(*victims)
             if len(victims) < size:  # the launcher ends the others, a little later
-                time.sleep(dice.uniform(0.0, 0.03))
+                time.sleep(dice.uniform(0.0, one_save))
                 attempt.kill(*set(range(size)) - set(victims))
             attempt.wait()
             unfinished += any(".tmp-" in each.name for each in path.glob("step-*"))
@@ -281,7 +295,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(run_ranks: RunRanks, tmp_path: Pat
             return [*codes, attempt.told()]
 
     def _fill_up(world: World, path: Path, tell: Callable[[int], None]) -> None:
-        words = r"could not write the checkpoint of step 2 to .*: the disk is full. It needs 4\.2 MB, and [123]\.. MB were free"
+        words = r"could not write .* of step 2 to .*: the disk is full. It needs 4\.2 MB, and [123]\.. MB were free"
         checkpointer = px.Checkpointer(path)
         checkpointer.save(1, model=nn.Linear(512, 512))
         checkpointer.save(2, model=nn.Linear(1024, 1024))
