@@ -38,6 +38,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/track.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 # The backend shm across nodes is not chosen by anything yet; its tests are not part of `make test` until it is.
 across: $(VENV)/ready-dev
