@@ -295,7 +295,7 @@ def test_a_full_disk_is_an_error_on_all_ranks(run_ranks: RunRanks, tmp_path: Pat
             return [*codes, attempt.told()]
 
     def _fill_up(world: World, path: Path, tell: Callable[[int], None]) -> None:
-        words = r"could not write .* of step 2 to .*: the disk is full. It needs 4\.2 MB, and [123]\.. MB were free"
+        words = r"could not write .* of step 2 to .*: the disk is full. It needs 4\.20 MB, and [123]\.\d\d MB were free"
         checkpointer = px.Checkpointer(path)
         checkpointer.save(1, model=nn.Linear(512, 512))
         checkpointer.save(2, model=nn.Linear(1024, 1024))

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 import phalanx as px
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.world import World
+from tests.conftest import REPOSITORY, Runner
 
 RunRanks = Callable[..., list[Any]]
 _SAMPLES = 90
@@ -269,6 +271,31 @@ def _telling(kind: type[Exception], told: list[str]) -> Any:
         told.append(str(error))
     else:
         raise AssertionError(f"no {kind.__name__}")
+
+
+def test_the_script_of_the_documentation_goes_on_after_a_kill(tmp_path: Path, phalanx: Runner) -> None:
+    """Rank 1 is killed once, in the first epoch or in the second; the weights at the end are those of a quiet run."""
+    page = (REPOSITORY / "docs/recovery.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "quiet.py").write_text(script.replace('"checkpoints"', '"quiet"'))
+    kill = (
+        "                import os; state.step == 75 and world.rank and os.path.exists('fuse') and (os.remove('fuse'), "
+    )
+    kill += "os.kill(os.getpid(), 9))\n"
+    place = "                checkpointer.save(state)"
+    assert place in script
+    (tmp_path / "killed.py").write_text(script.replace(place, kill + place))
+    (tmp_path / "fuse").touch()
+    flags = ["run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    quiet = [line for line in phalanx(*flags, "quiet.py").lines if "step" in line and "epoch" not in line]
+    outcome = phalanx(*flags, "killed.py")
+    assert outcome.code == 0, outcome.err
+    first, again, end = [line for line in outcome.lines if "step" in line and "epoch" not in line]
+    assert quiet == [first, end]
+    assert re.fullmatch(r"\[rank 0\] from step 0", first)
+    assert re.fullmatch(r"\[rank 0\] from step (60|70)", again)
+    assert not (tmp_path / "fuse").exists()
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["step-100", "step-80", "step-90"]
 
 
 def test_the_run_directory_tells_of_saves_and_loads(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import phalanx as px
 from tests.conftest import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "CONTRIBUTING.md"]
@@ -47,6 +49,9 @@ def run(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
 def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     (tmp_path / "train.py").write_text(the_readmes_script())
+    if command.startswith("phalanx checkpoint"):
+        with px.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+            checkpointer.save(100, model=nn.Linear(2, 2))
     got = run(command, tmp_path)
     assert got.returncode == FAILS_ON_PURPOSE.get(command, 0), got.stdout + got.stderr
 

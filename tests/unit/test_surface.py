@@ -72,7 +72,8 @@ EDGES = {
     "world": {"backends", "cluster", "join"},
 }
 
-WITHOUT_TORCH_IN_CHECKPOINT = {"command", "local", "manifest", "place", "remote", "shelf"}  # what ls and verify need
+WITHOUT_TORCH_IN_CHECKPOINT = {"command", "local", "manifest", "place", "remote", "shelf", "words"}
+"""What ls and verify need."""
 
 TORCH_IN_LAUNCH = {"disguise", "spawn"}  # the last only to raise mp.spawn's own exceptions
 

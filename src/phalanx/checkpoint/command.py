@@ -13,10 +13,10 @@ from typing import Any
 
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.shelf import Entry, Shelf
+from phalanx.checkpoint.words import in_bytes
 from phalanx.errors import CheckpointError
 
 _DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."
-_MEGA = 1e6
 
 
 def main(argv: list[str]) -> int:
@@ -118,4 +118,4 @@ def _describe(entry: Entry) -> str:
 
 def _size(entry: Entry) -> str:
     assert entry.manifest is not None
-    return f"{entry.manifest.bytes / _MEGA:.1f} MB"
+    return in_bytes(entry.manifest.bytes)

@@ -26,10 +26,8 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.place import Fact
 from phalanx.checkpoint.shares import Copies
 from phalanx.checkpoint.shelf import Shelf
-from phalanx.checkpoint.words import say
+from phalanx.checkpoint.words import in_bytes, say
 from phalanx.errors import CheckpointError
-
-_MEGA = 1e6
 
 
 @dataclass(frozen=True)
@@ -181,8 +179,8 @@ class Saving:
     def _explain(self, error: Exception, free: int | None = None) -> str:
         head = f"rank {self._council.rank} could not write the checkpoint of step {self.step} to {self._shelf.place}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            room = "" if free is None else f", and {free / _MEGA:.1f} MB were free"
-            return f"{head}: the disk is full. It needs {self._task.bytes / _MEGA:.1f} MB{room}; make room there."
+            room = "" if free is None else f", and {in_bytes(free)} were free"
+            return f"{head}: the disk is full. It needs {in_bytes(self._task.bytes)}{room}; make room there."
         if isinstance(error, OSError):
             return f"{head}: {error.strerror or error}."
         return f"{head}: {type(error).__name__}: {error}"
