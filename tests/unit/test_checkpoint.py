@@ -416,6 +416,23 @@ def test_shares_are_equal_and_cover_everything_once(size: int) -> None:
     assert [item.index.fqn for item in plans[-1].items][-1] == f"rng.{size - 1}"
 
 
+def test_parameters_and_their_optimizer_are_shared_and_nothing_else() -> None:
+    """Buffers differ between the ranks, and those of rank 0 are what DDP goes on with."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(4, 2)).sum().backward()
+    optimizer.step()
+    pieces, _ = layout.pieces_of(
+        px.State(model=px.data_parallel(model), optimizer=optimizer, extra={"a": torch.ones(1)})
+    )
+    shared = {piece.name for piece in pieces if piece.is_shared and piece.tensor is not None}
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    assert shared == {f"model.{name}" for name in names} | {f"optimizer.state.{n}.{k}" for n in names for k in keys}
+    rest = {piece.name for piece in pieces} - shared
+    assert {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "extra", "step"} <= rest
+
+
 def test_what_is_not_a_plain_tensor_is_refused_or_kept_whole(tmp_path: Path) -> None:
     class Odd(Tensor):
         pass
