@@ -47,6 +47,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/track.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
+	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev

@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phalanx.checkpoint.checkpointer import Checkpointer
+    from phalanx.checkpoint.state import State
     from phalanx.comm.order import barrier, main_only, print, rank_zero_first
     from phalanx.data.iterable import shard
     from phalanx.data.sampler import ShardSampler
@@ -23,11 +25,13 @@ if TYPE_CHECKING:
     from phalanx.world import World, init
 
 _HOMES = {
+    "Checkpointer": "phalanx.checkpoint.checkpointer",
     "Max": "phalanx.train.metrics",
     "Mean": "phalanx.train.metrics",
     "Min": "phalanx.train.metrics",
     "PhalanxError": "phalanx.errors",
     "ShardSampler": "phalanx.data.sampler",
+    "State": "phalanx.checkpoint.state",
     "Sum": "phalanx.train.metrics",
     "World": "phalanx.world",
     "accumulate": "phalanx.train.accumulate",
@@ -46,11 +50,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "Checkpointer",
     "Max",
     "Mean",
     "Min",
     "PhalanxError",
     "ShardSampler",
+    "State",
     "Sum",
     "World",
     "accumulate",

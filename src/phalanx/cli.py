@@ -13,6 +13,7 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
+  phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
   phalanx bench collectives         measure how fast ranks communicate, beside gloo and MPI
   phalanx bench ddp-step            measure what that adds to a training step
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     commands: dict[str, Callable[[list[str]], int]] = {
         "run": _run,
         "bench": _bench,
+        "checkpoint": _checkpoint,
         "--version": _version,
         "--help": _help,
         "-h": _help,
@@ -96,6 +98,12 @@ def _bench(arguments: list[str]) -> int:
     from phalanx import bench
 
     return bench.main(arguments)
+
+
+def _checkpoint(arguments: list[str]) -> int:
+    from phalanx.checkpoint import command
+
+    return command.main(arguments)
 
 
 def _version(_: list[str]) -> int:

@@ -8,6 +8,7 @@
     │   ├── MasterUnreachable    nobody answers at the master's address
     │   ├── RanksDisagree        two ranks claim one number, or two world sizes meet
     │   └── StaleStore           the rendezvous file was left over by an earlier run
+    ├── CheckpointError          a checkpoint could not be written or read
     ├── PeerFailed               another rank failed while this one waited for it
     │   └── PeerLost             its process is gone, or it has left the group
     └── CollectiveError          a collective of the shm backend could not be finished
@@ -54,6 +55,10 @@ class RanksDisagree(JoinError):
 
 class StaleStore(JoinError):
     """The file of a ``file://`` rendezvous was left over by an earlier run."""
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint could not be written, or there is none that can be read."""
 
 
 class PeerFailed(PhalanxError):

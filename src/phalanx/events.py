@@ -3,7 +3,9 @@
     runs/<id>/                 mode 0700: it holds the environment's values and whatever the script printed
       run.json                 the LaunchSpec, written before anything starts
       agent.events.jsonl       one line an event of the agent: started, exited, restarting, ended
-      rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch
+      rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch; of px.Checkpointer
+                               saving and loaded, and from the rank that was done last saved or save failed, each with
+                               the step and the seconds
       rank-N.status            what rank N is doing now: a page of memory, see phalanx/status.py
       rank-N.log               everything rank N printed, and the traceback it died with
       keeper.log               with several nodes: what torch said while they talked to each other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -83,6 +84,8 @@ class World:
 
 
 _current: World | None = None
+_farewells: list[Callable[[], None]] = []
+"""What has to be finished before the world is left, while the others are still there."""
 _seed_to_part: int | None = None
 """What `diverge` has still to do."""
 
@@ -129,7 +132,7 @@ def init(
         options["device_id"] = place
     dist.init_process_group(name, store=meeting.store, rank=situation.rank, world_size=situation.world_size, **options)
     if seed is not None:
-        _sow(seed)
+        sow(seed)
     s = situation
     _current = World(
         s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
@@ -142,7 +145,7 @@ def diverge() -> None:
     """From here on the random numbers of the ranks differ, if `init` was given a seed. Only the first call counts."""
     global _seed_to_part
     if _current is not None and _seed_to_part is not None:
-        _sow(mixed(_seed_to_part, _current.rank))
+        sow(mixed(_seed_to_part, _current.rank))
         _seed_to_part = None
 
 
@@ -150,6 +153,18 @@ def mixed(seed: int, rank: int) -> int:
     """A seed for a rank. Unlike ``seed + rank``, no rank of a run with the next seed has it too."""
     digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
+
+
+def before_leaving(finish: Callable[[], None]) -> None:
+    """``finish`` is called when the world that `init` has joined is left, but not after an exception."""
+    if _current is not None:
+        _farewells.append(finish)
+
+
+def forget(finish: Callable[[], None]) -> None:
+    """Takes back `before_leaving`."""
+    if finish in _farewells:
+        _farewells.remove(finish)
 
 
 def current() -> World:
@@ -273,7 +288,8 @@ def _for_this_attempt(store: Any) -> Any:
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _sow(seed: int) -> None:
+def sow(seed: int) -> None:
+    """Seeds python, numpy and torch."""
     import random
 
     import numpy
@@ -287,11 +303,25 @@ def _sow(seed: int) -> None:
 def _leave(world: World, *, in_peace: bool) -> None:
     """Leaves the group. After an exception nobody is waited for: the others learn of it by the closed connections."""
     global _current
-    import torch.distributed as dist
 
     if _current is not world:
         return
-    _current = None
+    farewells = [*_farewells]
+    _farewells.clear()
+    try:
+        for finish in farewells if in_peace else ():
+            finish()
+    except BaseException:
+        in_peace = False
+        raise
+    finally:
+        _current = None
+        _part(world, in_peace=in_peace)
+
+
+def _part(world: World, *, in_peace: bool) -> None:
+    import torch.distributed as dist
+
     if not dist.is_initialized():
         return
     if not in_peace and world.device.type == "cuda":

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+import phalanx as px
 from tests.conftest import REPOSITORY, Outcome
 from tests.ranks.test_examples import EXPECTED
 
@@ -57,6 +59,9 @@ def run(command: str, directory: Path) -> Outcome:
 def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
     (tmp_path / "train.py").write_text(python_blocks("README.md")[0])
+    if command.startswith("phalanx checkpoint"):
+        with px.Checkpointer(tmp_path / "checkpoints") as checkpointer:
+            checkpointer.save(100, model=nn.Linear(2, 2))
     outcome = run(command, tmp_path)
     assert outcome.code == FAILS_ON_PURPOSE.get(command, 0), outcome.out + outcome.err
     if command in EXPECTED:

@@ -17,7 +17,7 @@ from phalanx.launch import flags
 SOURCE = Path(phalanx.__file__).parent
 
 NAMES = """
-Max Mean Min PhalanxError ShardSampler Sum World accumulate autocast barrier
+Checkpointer Max Mean Min PhalanxError ShardSampler State Sum World accumulate autocast barrier
 compute_metrics data_parallel init log main_only print rank_zero_first shard spawn track
 """.split()
 
@@ -52,7 +52,8 @@ EDGES = {
     "backends": {"ballot", "shm"},
     "ballot": {"join"},
     "bench": {"launch", "parallel", "phalanx", "testing"},  # the two in the middle in what the ranks run
-    "cli": {"launch", "bench"},
+    "checkpoint": {"join", "world"},
+    "cli": {"launch", "bench", "checkpoint"},
     "cluster": set(),
     "comm": {"cluster", "join", "world"},
     "data": {"world"},
@@ -72,6 +73,9 @@ EDGES = {
     "train": {"comm", "world"},
     "world": {"backends", "cluster", "join"},
 }
+
+WITHOUT_TORCH_IN_CHECKPOINT = {"command", "local", "manifest", "place", "remote", "shelf", "words"}
+"""What ls and verify need."""
 
 # spawn only to raise mp.spawn's own exceptions; rendezvous and elastic in the keeper alone
 TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic"}
@@ -163,6 +167,12 @@ def test_only_the_named_modules_of_launch_import_torch() -> None:
     assert users == TORCH_IN_LAUNCH
 
 
+def test_checkpoints_can_be_listed_without_torch() -> None:
+    for name in WITHOUT_TORCH_IN_CHECKPOINT:
+        found = _imports(SOURCE / "checkpoint" / f"{name}.py")
+        assert not any(module.partition(".")[0] in ("torch", "numpy") for module in found), name
+
+
 def _loads_torch(code: str) -> bool:
     check = f"{code}\nimport sys\nprint('torch' in sys.modules, 'rich' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
@@ -175,5 +185,5 @@ def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    for command in ("run", "bench"):
+    for command in ("run", "bench", "checkpoint"):
         assert f"phalanx {command}" in cli._HELP

@@ -23,6 +23,8 @@ benchmarks:
                                       holds in memory, beside torch's and, where installed, torchdata's
   phalanx bench dp-vs-ddp [flags]     how fast one process with replicas in threads is, beside
                                       one process for each replica, and where its time goes
+  phalanx bench checkpoint [flags]    how long a checkpoint holds training up, and until it is on the disk,
+                                      beside torch.save and torch.distributed.checkpoint
   phalanx bench track [flags]         what px.track and px.log add to a training step
 
 `phalanx bench launch --help` lists the flags of the first, and so on.
@@ -34,6 +36,7 @@ _BENCHMARKS = {
     "nodes": "nodes",
     "sampler": "sampler",
     "dp-vs-ddp": "dp_vs_ddp",
+    "checkpoint": "checkpoint",
     "track": "track",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Literal
 
 import numpy as np
@@ -78,6 +78,7 @@ class ShardSampler(Sampler[int]):
         self._walk: _Walk | None = None
         self._may_begin = True
         self._has_warned = False
+        self._on_going_on: Callable[[], None] | None = None
 
     # ---- iterating
 
@@ -111,6 +112,9 @@ class ShardSampler(Sampler[int]):
             if self.shuffle:
                 self._take_next_epoch()
         self._may_begin = False
+        if (call := self._on_going_on) is not None:
+            self._on_going_on = None
+            call()
         self._walk = _Walk(self._start, self._share(self._start))
         return self._walk
 
@@ -133,6 +137,7 @@ class ShardSampler(Sampler[int]):
             self.epoch = operator.index(epoch)
             self._start = 0
             self._walk = None
+            self._on_going_on = None
         self._may_begin = True
 
     # ---- how many
@@ -211,9 +216,18 @@ class ShardSampler(Sampler[int]):
                 f"the sampler's state says that {state['consumed']} of {self._length} samples are consumed; "
                 "give what state_dict() returned."
             )
+        self._on_going_on = None
         self.seed, self.epoch, self._start = state["seed"], state["epoch"], state["consumed"]
         self._walk = None
         self._may_begin = True
+
+    def when_it_goes_on(self, call: Callable[[], None]) -> None:
+        """``call`` is called when an iteration takes up what `load_state_dict` has brought, before its first index.
+
+        That is after a DataLoader has begun and before it fetches anything. It is not called if the epoch that was
+        brought is left without an iteration.
+        """
+        self._on_going_on = call
 
     def _consumed(self) -> int:
         if self._walk is None:

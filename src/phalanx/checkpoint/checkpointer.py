@@ -1,0 +1,248 @@
+"""`Checkpointer`: saves the state of a run beside training, and finds the latest whole one again."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import uuid
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from phalanx import world as worlds
+from phalanx.checkpoint import layout, schedule, shares
+from phalanx.checkpoint.council import Council
+from phalanx.checkpoint.finder import Finder
+from phalanx.checkpoint.place import open_place
+from phalanx.checkpoint.saving import Saving, Task
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.state import State
+from phalanx.checkpoint.words import note, say
+from phalanx.errors import CheckpointError, UsageError
+
+_PATIENCE = 10.0
+
+
+class Checkpointer:
+    """Keeps the checkpoints of a run. All ranks make one, and call its methods alike.
+
+    A save copies this rank's share of the state into memory, and writes it from there while training goes on. The next
+    save waits for the one before. A checkpoint is there only when it is whole: killing any rank at any moment leaves
+    the ones before as they were.
+
+    Args:
+        path: a directory that all ranks share, or a URL that fsspec understands, such as s3://bucket/run.
+        keep: how many to keep; older ones are removed when a new one is whole. None keeps all.
+        every: save() saves when a multiple of so many steps is reached, or when so much time has passed ("10min").
+            Left out, every call saves.
+        asynchronous: False makes save() return only when the checkpoint is whole.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep: int | None = 3,
+        every: int | str | None = None,
+        *,
+        asynchronous: bool = True,
+    ) -> None:
+        if keep is not None and (isinstance(keep, bool) or keep < 1):
+            raise UsageError(f"keep={keep!r} would keep nothing; give 1 or more, or None to keep all.")
+        self._shelf = Shelf(open_place(path))
+        self._keep, self._asynchronous = keep, asynchronous
+        self._council = Council()
+        self._schedule = schedule.parse(every, self._council.lead)
+        self._note = functools.partial(note, self._council.rank)
+        self._copies = shares.Copies()
+        self._token: str | None = None
+        """Of this run's saves; known once the first begins."""
+        self._unlock: Callable[[], None] | None = None
+        self._saving: Saving | None = None
+        self._saves = 0
+        self._last: int | None = None
+        """The step that was saved or loaded last."""
+        self._finder = Finder(self._shelf, self._council, self._note)
+        worlds.before_leaving(self.close)
+
+    # ---- saving
+
+    def save(
+        self,
+        step: int | State,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        sampler: Any = None,
+        extra: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves a `State`, or what such a one is made of; whether it was time to, by ``every``.
+
+        An error of the save before is raised here, on all ranks. ``force`` saves in any case, at the end of a run.
+        """
+        state = _state(step, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        if state.step < 0 or (self._last is not None and state.step < self._last):
+            raise UsageError(
+                f"step {state.step} is to be saved after step {self._last}; steps count upwards, from 0."
+                if state.step >= 0
+                else f"step {state.step} is to be saved; steps count from 0."
+            )
+        if not force and not self._schedule.is_due(state.step):
+            return False
+        self.wait()
+        if force and self._saves and state.step == self._last:
+            return False  # it is there already
+        self._begin(state)
+        if not self._asynchronous:
+            self.wait()
+        return True
+
+    def _begin(self, state: State) -> None:
+        council = self._council
+        started = time.perf_counter()
+        pieces, rng = layout.pieces_of(state)
+        if self._token is None:
+            self._token = self._open(state.step)
+        plans, metadata = shares.plan(pieces, council.size)
+        digest = layout.digest(pieces)
+        size = sum(piece.tensor.nbytes for piece in pieces if piece.tensor is not None)
+        task = Task(state.step, self._saves, self._token, state.parts, digest, plans, metadata, self._keep, size)
+        self._copies.take(plans[council.rank], pieces, rng, council.rank)
+        self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=self._copies.bytes)
+        self._saving = Saving(task, self._copies, council, self._shelf, self._note)
+        self._saves += 1
+        self._last = state.step
+        self._schedule.done(state.step)
+        self._saving.start()
+
+    def _open(self, step: int) -> str:
+        """Before the first save: nobody else writes here, and nothing is left of those that did."""
+
+        def prepare() -> str:
+            place = self._shelf.place
+            try:
+                self._unlock = place.lock()
+                self._check_order(step)
+                for name in list(self._shelf.leftovers(lambda _: True)):
+                    place.remove(name)
+                    say(f"removed {name} in {place}: what an earlier run has left of a save that it did not finish")
+            except OSError as error:
+                self._release()
+                raise CheckpointError(f"cannot write checkpoints to {place}: {error.strerror or error}.") from None
+            except UsageError:
+                self._release()
+                raise
+            return uuid.uuid4().hex[:12]
+
+        return self._council.lead(prepare)
+
+    def _check_order(self, step: int) -> None:
+        later = [entry.step for entry in self._shelf.whole() if entry.directory not in self._finder.broken]
+        if later and later[0] > step:
+            raise UsageError(
+                f"{self._shelf.place} has a checkpoint of step {later[0]}, and step {step} is to be saved: "
+                "load_latest() would not find it. Load the latest first, give another path, or remove the later ones."
+            )
+
+    def wait(self) -> None:
+        """Until the save under way is whole on all ranks; raises its error on all of them, CheckpointError."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        said = _PATIENCE
+
+        def still(seconds: float) -> None:
+            nonlocal said
+            if seconds >= said and self._council.rank == 0:
+                say(f"waiting for the checkpoint of step {saving.step}, which has been written for {seconds:.0f} s")
+                said *= 2
+
+        saving.finish(still)
+
+    def close(self) -> None:
+        """Waits for the save under way. Leaving a ``with`` block does it, and leaving the world of px.init() too."""
+        worlds.forget(self.close)
+        try:
+            self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
+        self._token = None
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        # This rank's share is written, and the others' are: whoever is last makes a checkpoint of them. But other ranks
+        # may have failed too, so nobody is waited for.
+        worlds.forget(self.close)
+        if self._saving is not None:
+            self._saving.finish_own()
+        self._release()
+
+    # ---- loading
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
+        self.wait()
+        return self._council.lead(lambda: sorted(entry.step for entry in self._shelf.whole()))
+
+    def load_latest(
+        self,
+        state: State | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        sampler: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> State | None:
+        """Loads the newest whole checkpoint into the state, and returns it; None if there is none.
+
+        Damaged ones are skipped, with a line that says why.
+        """
+        target = _state(state or 0, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        self.wait()
+        return self._took(target) if self._finder.load_latest(target) else None
+
+    def load(
+        self,
+        step: int,
+        state: State | None = None,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        sampler: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> State:
+        """Loads the checkpoint of one step; CheckpointError if it is not there, or damaged."""
+        target = _state(state or 0, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        self.wait()
+        self._finder.load(step, target)
+        return self._took(target)
+
+    def _took(self, state: State) -> State:
+        self._last = state.step
+        self._schedule.done(state.step)
+        return state
+
+
+def _state(state: int | State, **parts: Any) -> State:
+    given = {name: value for name, value in parts.items() if value is not None}
+    if not isinstance(state, State):
+        return State(step=state, **given)
+    if given:
+        raise UsageError(f"both a State and {', '.join(given)} were given; put them into the State.")
+    return state

@@ -1,0 +1,121 @@
+"""``phalanx checkpoint``: look at checkpoints, check them, and take the weights out. Only `export` imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.checkpoint.place import open_place
+from phalanx.checkpoint.shelf import Entry, Shelf
+from phalanx.checkpoint.words import in_bytes
+from phalanx.errors import CheckpointError
+
+_DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."
+
+
+def main(argv: list[str]) -> int:
+    """Entry of ``phalanx checkpoint``; returns the exit code: 1 when a checkpoint is damaged."""
+    arguments = _parser().parse_args(argv)
+    return arguments.work(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="phalanx checkpoint", description=_DESCRIPTION, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, work, words in (
+        ("ls", _list, "the checkpoints of a directory, without reading them"),
+        ("verify", _verify, "read every byte and compare it with what was written"),
+        ("export", _export, "the weights of the newest as one safetensors file"),
+    ):
+        command = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
+        command.set_defaults(work=work)
+        command.add_argument("path", metavar="PATH", help="the directory given to px.Checkpointer, or one of its steps")
+        if name == "export":
+            command.add_argument("out", metavar="OUT.safetensors", type=Path)
+        else:
+            command.add_argument("--json", action="store_true", help="for programs")
+        if name != "ls":
+            command.add_argument("--step", metavar="N", type=int, help="this one alone")
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    _, entries = _find(arguments.path, None)
+    if arguments.json:
+        print(json.dumps([_fields(entry) for entry in entries], indent=1))
+        return 0
+    for entry in entries:
+        print(f"{entry.directory:<14}  {_describe(entry)}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    shelf, entries = _find(arguments.path, arguments.step)
+    found = []
+    for entry in entries:
+        problem = shelf.verify(entry)
+        found.append({**_fields(entry), "problem": problem})
+        if not arguments.json:
+            print(f"{entry.directory:<14}  {f'damaged: {problem}' if problem else f'whole, {_size(entry)}'}")
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    return 1 if any(each["problem"] for each in found) else 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    shelf, entries = _find(arguments.path, arguments.step)
+    for entry in entries:
+        if problem := shelf.verify(entry):
+            print(f"phalanx: skipped the checkpoint {entry.directory}: {problem}", file=sys.stderr)
+            continue
+        from phalanx.checkpoint.export import export
+
+        count = export(shelf.place, entry, arguments.out)
+        print(f"{arguments.out}: {count} tensors of step {entry.step}")
+        return 0
+    raise CheckpointError(f"{arguments.path} has no whole checkpoint to export.")
+
+
+def _find(path: str, step: int | None) -> tuple[Shelf, list[Entry]]:
+    """The checkpoints that are meant, newest first; at least one."""
+    parent, name = os.path.split(path.rstrip("/"))
+    if re.fullmatch(r"step-\d+(\.[0-9a-f]+)?", name):
+        shelf = Shelf(open_place(parent or "."))
+        entries = [entry for entry in shelf.entries() if entry.directory == name]
+    else:
+        shelf = Shelf(open_place(path))
+        entries = shelf.entries()
+    if not entries:
+        raise CheckpointError(f"there is no checkpoint in {path}; give the path that px.Checkpointer was given.")
+    chosen = [entry for entry in entries if step is None or entry.step == step]
+    if not chosen:
+        there = ", ".join(str(entry.step) for entry in reversed(entries))
+        raise CheckpointError(f"{path} has no checkpoint of step {step}; there are: {there}.")
+    return shelf, chosen
+
+
+def _fields(entry: Entry) -> dict[str, Any]:
+    fields: dict[str, Any] = {"step": entry.step, "directory": entry.directory, "problem": entry.problem}
+    if (manifest := entry.manifest) is not None:
+        fields |= {"time": manifest.time, "bytes": manifest.bytes, "world_size": manifest.world_size}
+        fields |= {"parts": manifest.parts, "phalanx": manifest.phalanx, "torch": manifest.torch}
+    return fields
+
+
+def _describe(entry: Entry) -> str:
+    if (manifest := entry.manifest) is None:
+        return f"damaged: {entry.problem}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+    ranks = f"{manifest.world_size} rank{'s' * (manifest.world_size > 1)}"
+    return f"{when}  {_size(entry):>10}  {ranks:>8}  {', '.join(manifest.parts)}"
+
+
+def _size(entry: Entry) -> str:
+    assert entry.manifest is not None
+    return in_bytes(entry.manifest.bytes)

@@ -1,0 +1,97 @@
+"""Which checkpoint is loaded: rank 0 proposes, every rank reads, and all take it or none does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from phalanx.checkpoint.council import Council
+from phalanx.checkpoint.loading import Loaded
+from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.state import State
+from phalanx.checkpoint.words import say
+from phalanx.errors import CheckpointError
+
+
+class Finder:
+    """Loads from a shelf, on all ranks alike."""
+
+    def __init__(self, shelf: Shelf, council: Council, note: Callable[..., None]) -> None:
+        self._shelf, self._council, self._note = shelf, council, note
+        self.broken: set[str] = set()
+        """Directories that were found to be damaged; complete on rank 0."""
+
+    def load_latest(self, state: State) -> bool:
+        """The newest that is whole, into ``state``; whether there is one."""
+        skipped: set[str] = set()
+        while True:
+            directory = self._council.lead(lambda: self._newest(skipped))
+            if directory is None:
+                return False
+            problem = self._try(directory, state)
+            if not problem:
+                return True
+            if self._council.rank == 0:
+                self._skip(directory, problem, skipped)
+
+    def load(self, step: int, state: State) -> None:
+        directory = self._council.lead(lambda: self._of_step(step))
+        if problem := self._try(directory, state):
+            raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {problem}.")
+
+    # ---- on rank 0
+
+    def _newest(self, skipped: set[str]) -> str | None:
+        for entry in self._shelf.entries():
+            if entry.directory in skipped:
+                continue
+            if entry.manifest is not None:
+                return entry.directory
+            self._skip(entry.directory, entry.problem, skipped)
+        return None
+
+    def _skip(self, directory: str, problem: str, skipped: set[str]) -> None:
+        skipped.add(directory)
+        self.broken.add(directory)
+        say(f"skipped the checkpoint {directory} in {self._shelf.place}: {problem}")
+
+    def _of_step(self, step: int) -> str:
+        entries = self._shelf.entries()
+        found = [entry for entry in entries if entry.step == step]
+        for entry in found:
+            if entry.manifest is not None:
+                return entry.directory
+        if found:
+            raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {found[0].problem}.")
+        there = ", ".join(map(str, sorted({entry.step for entry in entries if entry.manifest}))) or "none"
+        raise CheckpointError(f"{self._shelf.place} has no checkpoint of step {step}; there are: {there}.")
+
+    # ---- on all ranks
+
+    def _try(self, directory: str, state: State) -> str:
+        """What is wrong with it, for any rank; ``state`` is changed only if nothing is.
+
+        Each rank sums up its share of the files. Only when all of them are right does any rank read on, for what is
+        damaged must not be unpickled.
+        """
+        council = self._council
+        started = time.perf_counter()
+        entry = self._shelf.entry(directory)
+        if problem := self._of_all(self._shelf.verify(entry, council.rank, council.size)):
+            return problem
+        loaded, problem = None, ""
+        try:
+            loaded = Loaded(self._shelf.place, entry, state, council.world)
+        except OSError as error:
+            problem = f"it cannot be read: {error.strerror or error}"
+        if problem := self._of_all(problem):
+            return problem
+        assert loaded is not None
+        loaded.hand_over(state)
+        self._note("loaded", step=state.step, seconds=time.perf_counter() - started)
+        return ""
+
+    def _of_all(self, problem: str) -> str:
+        """The first of what the ranks have found."""
+        told = self._council.gather(problem)
+        return self._council.lead(lambda: next((each for each in told or () if each), ""))

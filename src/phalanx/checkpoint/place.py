@@ -1,0 +1,110 @@
+"""Where checkpoints are kept: a directory of directories, on a disk or behind fsspec. No torch here."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import IO
+
+from phalanx.errors import UsageError
+
+PIECE = 1 << 22
+"""Bytes read at a time: enough for the disk, little beside a model."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What a file has to be, to be the one that was written."""
+
+    bytes: int
+    crc32: int
+
+
+class Place(ABC):
+    """One kind of storage. A directory below it holds one checkpoint; names are single words."""
+
+    path: str
+    """As the user gave it."""
+
+    @abstractmethod
+    def directories(self) -> list[str]:
+        """Names of what lies here, in no order; nothing if the place does not exist yet."""
+
+    @abstractmethod
+    def sizes(self, directory: str) -> dict[str, int]:
+        """From the names of its files to their bytes."""
+
+    @abstractmethod
+    def open(self, directory: str, name: str) -> IO[bytes]:
+        """For reading."""
+
+    @abstractmethod
+    def create(self, directory: str, name: str) -> AbstractContextManager[IO[bytes]]:
+        """For writing. At the end of the block the bytes are as durable as they get here."""
+
+    @abstractmethod
+    def make(self, directory: str) -> None:
+        """Harmless if it is there already."""
+
+    @abstractmethod
+    def rename_file(self, directory: str, name: str, to: str) -> None: ...
+
+    @abstractmethod
+    def names_for(self, step: int, token: str) -> tuple[str, str]:
+        """The directory in which step ``step`` is written, and the one in which it is found when it is whole."""
+
+    @abstractmethod
+    def publish(self, aside: str, final: str) -> None:
+        """All files of ``aside`` are written, the manifest last: from here on the checkpoint is found as ``final``."""
+
+    @abstractmethod
+    def settle(self, final: str) -> None:
+        """Nothing else has the step of ``final`` any more: it may have its plain name."""
+
+    @abstractmethod
+    def remove(self, directory: str) -> None:
+        """At no moment does half of it look like a checkpoint."""
+
+    @abstractmethod
+    def free_bytes(self) -> int | None:
+        """None where nobody can tell."""
+
+    @abstractmethod
+    def lock(self) -> Callable[[], None]:
+        """Makes this process the only one that writes here, until what is returned is called; UsageError otherwise."""
+
+    # ---- built from these
+
+    def read(self, directory: str, name: str) -> bytes:
+        with self.open(directory, name) as file:
+            return file.read()
+
+    def fact(self, directory: str, name: str) -> Fact:
+        """Reads the file from end to end."""
+        size = crc = 0
+        with self.open(directory, name) as file:
+            while piece := file.read(PIECE):
+                size += len(piece)
+                crc = zlib.crc32(piece, crc)
+        return Fact(size, crc)
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def open_place(path: str | os.PathLike[str]) -> Place:
+    """``/a/directory`` or ``scheme://…``, which fsspec and its plugins understand."""
+    text = os.fspath(path)
+    if not text:
+        raise UsageError("the path of the checkpoints is empty; give a directory.")
+    if "://" in text and not text.startswith("file://"):
+        from phalanx.checkpoint.remote import Remote
+
+        return Remote(text)
+    from phalanx.checkpoint.local import Local
+
+    return Local(text.removeprefix("file://"))

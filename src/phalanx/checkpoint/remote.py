@@ -1,0 +1,77 @@
+"""Checkpoints behind fsspec (memory://, s3://, …): stores that cannot rename, so the manifest makes a checkpoint."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import IO, Any
+
+from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.checkpoint.place import Place
+from phalanx.errors import UsageError
+
+
+class Remote(Place):
+    """A URL. Each save has a directory of its own name, so that none can get between the files of another."""
+
+    def __init__(self, path: str) -> None:
+        import fsspec
+
+        self.path = path
+        try:
+            # Lists of directories that are remembered would hide what other ranks have written.
+            fs, root = fsspec.core.url_to_fs(path, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"{path} cannot be opened: {error}") from None
+        self._fs: Any = fs
+        self._root: str = root.rstrip("/")
+
+    def _at(self, *names: str) -> str:
+        return posixpath.join(self._root, *names)
+
+    def directories(self) -> list[str]:
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        return [posixpath.basename(entry["name"].rstrip("/")) for entry in found if entry["type"] == "directory"]
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        found = self._fs.ls(self._at(directory), detail=True)
+        return {posixpath.basename(entry["name"]): entry["size"] for entry in found if entry["type"] == "file"}
+
+    def open(self, directory: str, name: str) -> IO[bytes]:
+        return self._fs.open(self._at(directory, name), "rb")
+
+    def create(self, directory: str, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self._fs.open(self._at(directory, name), "wb")
+
+    def make(self, directory: str) -> None:
+        self._fs.makedirs(self._at(directory), exist_ok=True)
+
+    def rename_file(self, directory: str, name: str, to: str) -> None:
+        self._fs.mv(self._at(directory, name), self._at(directory, to))
+
+    def names_for(self, step: int, token: str) -> tuple[str, str]:
+        name = f"step-{step}.{token}"
+        return name, name
+
+    def publish(self, aside: str, final: str) -> None:
+        """The manifest, which was written last, has done it."""
+
+    def settle(self, final: str) -> None:
+        """It keeps its name: to rename is to copy here."""
+
+    def remove(self, directory: str) -> None:
+        manifest = self._at(directory, MANIFEST)
+        if self._fs.exists(manifest):
+            self._fs.rm_file(manifest)
+        self._fs.rm(self._at(directory), recursive=True)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def lock(self) -> Callable[[], None]:
+        """There is none: one run at a time is the user's part here."""
+        return lambda: None

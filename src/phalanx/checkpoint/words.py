@@ -1,0 +1,32 @@
+"""What a checkpointer tells people, and the run directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from phalanx.events import EventLog, rank_events_path
+
+
+def say(text: str) -> None:
+    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+
+
+def in_bytes(count: int) -> str:
+    """For people: three digits and a unit."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.{2 if count < 10 * size else 1}f} {unit}"
+    return f"{count} bytes"
+
+
+def note(rank: int, event: str, **fields: Any) -> None:
+    """One line in the rank's event file, if ``phalanx run`` has made a place for it."""
+    directory = os.environ.get("PHALANX_RUN_DIR")
+    if not directory or not Path(directory).is_dir():
+        return
+    log = EventLog(rank_events_path(Path(directory), rank))
+    log.write(event, **{name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()})
+    log.close()
