@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import bench
 from phalanx.bench import checkpoint
 from phalanx.bench.jobs import Series
 from phalanx.bench.rows import rows
@@ -26,7 +27,7 @@ def test_the_table_has_times_and_ratios() -> None:
 
 def test_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--ranks", "2", "--repeats", "1", "--rounds", "1", "--megabytes", "2"]
-    assert checkpoint.main([*flags, "--out", str(tmp_path)]) == 0
+    assert bench.main(["checkpoint", *flags, "--out", str(tmp_path)]) == 0
     (page,) = tmp_path.glob("checkpoint-*.md")
     assert page.read_text().count("| 2         | 2     |") == 2
     assert "bench: 1/1 2 MB, 2 ranks, repeat 1 of 1: 8 turns" in capsys.readouterr().err
