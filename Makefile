@@ -8,11 +8,14 @@ CC     ?= cc
 INSTALL_SSHD := apt-get install -qq -y --no-install-recommends openssh-server openssh-client
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo test check mpirun sshd bench stress suite clean
+.PHONY: demo demo-fault test check mpirun sshd bench stress suite clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
 	$(BIN)/phalanx run --nproc-per-node 2 examples/digits.py
+
+demo-fault: $(VENV)/ready-demo
+	PYTHON=$(BIN)/python examples/survive.sh
 
 test: check mpirun sshd
 	$(BIN)/python -m pytest -m "not alone" -n 2

@@ -6,11 +6,16 @@
 The data are the 1,797 scans of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. The batch is that of
 all ranks together, and the order does not depend on their number, so the second command trains the same model. The
 first one does that too, at the end, to show it.
+
+With --checkpoints it survives whatever kills its ranks, and --kill does so on purpose:
+
+    phalanx run --nproc-per-node 4 --max-restarts 2 examples/digits.py --checkpoints DIR --kill 1@70 --kill 3@150
 """
 
 import argparse
+import os
+import signal
 import time
-from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -27,16 +32,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together")
+    parser.add_argument("--checkpoints", metavar="DIR", help="go on from the latest one there, and save every 10 steps")
+    parser.add_argument(
+        "--kill",
+        metavar="RANK@STEP",
+        action="append",
+        default=[],
+        type=rank_and_step,
+        help="kill a rank after a step; the second --kill is for the second attempt, and so on",
+    )
     args = parser.parse_args()
     with px.init(seed=0) as world:
         if args.batch_size % world.size:
             raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world.size} ranks.")
         train_data, test_data = load_data()
-        outcome = fit(world, train_data, test_data, args.epochs, args.batch_size)
+        outcome = fit(world, train_data, test_data, args)
         if world.is_main:
             alone = fit_alone(train_data, args.epochs, args.batch_size) if world.size > 1 else None
             print_receipt(world, outcome, alone, args.epochs)
         px.barrier()
+
+
+def rank_and_step(text: str) -> tuple[int, int]:
+    rank, step = text.split("@")
+    return int(rank), int(step)
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
@@ -64,13 +83,42 @@ def make_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer,
     return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=4e-3, total_steps=steps)
 
 
-def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, epochs: int, batch: int) -> dict:
+class Ledger:
+    """Which samples of which epochs went into the weights, on all ranks together. It is saved with them."""
+
+    def __init__(self, epochs: int) -> None:
+        self.total = torch.zeros(epochs * TRAIN, dtype=torch.int32)
+        self.own = torch.zeros_like(self.total)
+        """What this rank has seen since the last time they were added up."""
+
+    def note(self, epoch: int, numbers: Tensor) -> None:
+        self.own[numbers.cpu() + epoch * TRAIN] += 1
+
+    def add_up(self, world: px.World) -> None:
+        if world.size > 1:
+            dist.all_reduce(self.own)
+        self.total += self.own
+        self.own.zero_()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.total.copy_(state["total"])
+
+
+def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, args: argparse.Namespace) -> dict:
     model = px.data_parallel(make_model().to(world.device))
-    loader = DataLoader(train_data, batch_size=batch // world.size, sampler=px.ShardSampler(train_data, seed=1))
-    optimizer, schedule = make_optimizer(model, epochs * len(loader))
-    seen: list[Tensor] = []
-    started = time.perf_counter()
-    for epoch in range(epochs):
+    sampler = px.ShardSampler(train_data, seed=1)
+    loader = DataLoader(train_data, batch_size=args.batch_size // world.size, sampler=sampler)
+    optimizer, schedule = make_optimizer(model, args.epochs * (TRAIN // args.batch_size))
+    ledger = Ledger(args.epochs)
+    state = px.State(model=model, optimizer=optimizer, scheduler=schedule, sampler=sampler, extra={"ledger": ledger})
+    checkpointer = px.Checkpointer(args.checkpoints, every=10) if args.checkpoints else None
+    if checkpointer is not None:
+        checkpointer.load_latest(state)
+    started, first = time.perf_counter(), state.step
+    for epoch in range(sampler.epoch, args.epochs):
         for images, labels, numbers in px.track(loader, epoch=epoch, device=world.device):
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
@@ -78,15 +126,26 @@ def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, ep
             optimizer.step()
             schedule.step()
             px.log(loss=loss)
-            seen.append(numbers + epoch * TRAIN)
-    seconds = time.perf_counter() - started
+            ledger.note(epoch, numbers)
+            state.step += 1
+            if checkpointer is not None and state.step % 10 == 0:
+                ledger.add_up(world)
+                checkpointer.save(state)
+            if (world.rank, state.step) == kill_in_this_attempt(args.kill):
+                os.kill(os.getpid(), signal.SIGKILL)
+    ledger.add_up(world)
     return {
         "model": model.module,
-        "seconds": seconds,
+        "pace": (state.step - first) * args.batch_size / (time.perf_counter() - started),
         "accuracy": evaluate(model, test_data, world),
-        "seen": count_everywhere(torch.cat(seen), world),
+        "seen": ledger.total,
         "checksums": gather(checksum(model), world),
     }
+
+
+def kill_in_this_attempt(kills: list[tuple[int, int]]) -> tuple[int, int] | None:
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return kills[attempt] if attempt < len(kills) else None
 
 
 def evaluate(model: nn.Module, data: TensorDataset, world: px.World) -> float:
@@ -117,11 +176,6 @@ def fit_alone(data: TensorDataset, epochs: int, batch: int) -> nn.Module:
     return model
 
 
-def count_everywhere(numbers: Tensor, world: px.World) -> Counter:
-    """How often each sample of each epoch was seen, on all ranks together."""
-    return Counter(number for part in gather(numbers.tolist(), world) for number in part)
-
-
 def gather(value: object, world: px.World) -> list:
     parts: list = [value]
     if world.size > 1:
@@ -140,13 +194,13 @@ def checksum(model: nn.Module) -> str:
 
 def print_receipt(world: px.World, outcome: dict, alone: nn.Module | None, epochs: int) -> None:
     seen, expected = outcome["seen"], epochs * TRAIN
-    twice = sum(count > 1 for count in seen.values())
+    twice = int((seen > 1).sum())
     checksums = set(outcome["checksums"])
     print(f"\nreceipt for {world.size} rank{'s' * (world.size > 1)}")
-    print(f"  samples    {len(seen)} of {expected} seen ({epochs} epochs of {TRAIN}), {twice} twice")
+    print(f"  samples    {int((seen > 0).sum())} of {expected} seen ({epochs} epochs of {TRAIN}), {twice} twice")
     print(f"  replicas   {'equal' if len(checksums) == 1 else 'DIFFERENT'}, checksum {', '.join(sorted(checksums))}")
     print(f"  accuracy   {outcome['accuracy']:.2%} of 357 test samples")
-    print(f"  pace       {expected / outcome['seconds']:.0f} samples/s")
+    print(f"  pace       {outcome['pace']:.0f} samples/s")
     if alone is not None:
         pairs = zip(outcome["model"].cpu().parameters(), alone.parameters(), strict=True)
         off = max((one - other).abs().max().item() for one, other in pairs)

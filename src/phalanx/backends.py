@@ -14,10 +14,13 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx import ballot, env
 from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _INSTEAD_OF = (None, "gloo", "cpu:gloo")
 _TIMEOUT = 1800.0
@@ -73,6 +76,31 @@ def _choose_together(asked: str | None, wants_shm: bool, timeout: float) -> str 
 def _objection(against: str | None, timeout: float) -> str | None:
     """One vote is enough for a process, whatever number of groups it forms one after the other."""
     return ballot.objection("shm", against, timeout)
+
+
+def settle(asked: str | None, device: torch.device, world_size: int, timeout: float) -> str:
+    """The backend that px.init takes for a device, or an error that says why ``asked`` cannot be had."""
+    import torch.distributed as dist
+
+    asked = choose(asked, world_size, timeout)
+    if asked is None:
+        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if asked == "shm":
+        if device.type != "cpu":
+            raise UsageError(f"backend 'shm' is for the CPU, but this rank is on {device}; leave the backend out.")
+        require_shm()
+        return asked
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    if asked == "mpi" and not dist.is_mpi_available():
+        raise UsageError("backend 'mpi': this torch was built without MPI; build torch with it, or use gloo.")
+    if asked == "nccl" and device.type != "cuda":
+        raise UsageError(f"backend 'nccl' needs a CUDA device, but this rank is on {device}; use gloo.")
+    if asked in available and not available[asked]():
+        raise UsageError(f"backend {asked!r}: this torch was built without it; leave it out to get one that fits.")
+    if asked not in available and asked not in dist.Backend.backend_list and ":" not in asked:
+        there = [name for name, is_there in available.items() if is_there()]
+        raise UsageError(f"backend {asked!r} is unknown; there are shm, {', '.join(there)}.")
+    return asked
 
 
 def require_shm() -> None:

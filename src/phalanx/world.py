@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import backends, cluster
+from phalanx import backends, cluster, seeds
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
@@ -125,14 +124,14 @@ def init(
     situation = _settle(cluster.find(os.environ), rank, world_size)
     place = _device(device, situation)
     limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    name = _backend(backend, place, situation, limit or _JOIN_TIMEOUT)
+    name = backends.settle(backend, place, situation.world_size, limit or _JOIN_TIMEOUT)
     meeting, where = _meet(situation, init_method, store, limit)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
     if place.type == "cuda":
         options["device_id"] = place
     dist.init_process_group(name, store=meeting.store, rank=situation.rank, world_size=situation.world_size, **options)
     if seed is not None:
-        sow(seed)
+        seeds.sow(seed)
     s = situation
     _current = World(
         s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
@@ -145,14 +144,8 @@ def diverge() -> None:
     """From here on the random numbers of the ranks differ, if `init` was given a seed. Only the first call counts."""
     global _seed_to_part
     if _current is not None and _seed_to_part is not None:
-        sow(mixed(_seed_to_part, _current.rank))
+        seeds.sow(seeds.mixed(_seed_to_part, _current.rank))
         _seed_to_part = None
-
-
-def mixed(seed: int, rank: int) -> int:
-    """A seed for a rank. Unlike ``seed + rank``, no rank of a run with the next seed has it too."""
-    digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "little")
 
 
 def before_leaving(finish: Callable[[], None]) -> None:
@@ -227,30 +220,6 @@ def _device(asked: str | torch.device | None, situation: Situation) -> torch.dev
     return torch.device("cuda", index)
 
 
-def _backend(asked: str | None, device: torch.device, situation: Situation, timeout: float) -> str:
-    import torch.distributed as dist
-
-    asked = backends.choose(asked, situation.world_size, timeout)
-    if asked is None:
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if asked == "shm":
-        if device.type != "cpu":
-            raise UsageError(f"backend 'shm' is for the CPU, but this rank is on {device}; leave the backend out.")
-        backends.require_shm()
-        return asked
-    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    if asked == "mpi" and not dist.is_mpi_available():
-        raise UsageError("backend 'mpi': this torch was built without MPI; build torch with it, or use gloo.")
-    if asked == "nccl" and device.type != "cuda":
-        raise UsageError(f"backend 'nccl' needs a CUDA device, but this rank is on {device}; use gloo.")
-    if asked in available and not available[asked]():
-        raise UsageError(f"backend {asked!r}: this torch was built without it; leave it out to get one that fits.")
-    if asked not in available and asked not in dist.Backend.backend_list and ":" not in asked:
-        there = [name for name, is_there in available.items() if is_there()]
-        raise UsageError(f"backend {asked!r} is unknown; there are shm, {', '.join(there)}.")
-    return asked
-
-
 def _meet(situation: Situation, init_method: str | None, store: Any, limit: float | None) -> tuple[Meeting, str]:
     if store is not None:
         if init_method is not None:
@@ -286,18 +255,6 @@ def _for_this_attempt(store: Any) -> Any:
     from torch.distributed import PrefixStore
 
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def sow(seed: int) -> None:
-    """Seeds python, numpy and torch."""
-    import random
-
-    import numpy
-    import torch
-
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _leave(world: World, *, in_peace: bool) -> None:

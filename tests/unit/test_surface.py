@@ -45,10 +45,11 @@ SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID
 SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SSH_CONNECTION CONDA_PREFIX CONDA_DEFAULT_ENV
 """.split()
 
-HALLWAY = {"env", "errors", "events", "ports", "status", "stores"}
+HALLWAY = {"attempt", "seeds", "env", "errors", "events", "ports", "status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
+    "attempt": set(),
     "backends": {"ballot", "shm"},
     "ballot": {"join"},
     "bench": {"launch", "parallel", "phalanx", "testing"},  # the two in the middle in what the ranks run
@@ -62,10 +63,11 @@ EDGES = {
     "errors": set(),
     "events": set(),
     "join": set(),
-    # cluster: only for SLURM's allocation; cli: only from launch/__main__.py; join: only in the keeper
-    "launch": {"diagnose", "cli", "cluster", "join"},
+    # cluster: only for SLURM's allocation; cli: only from launch/__main__.py
+    "launch": {"diagnose", "cli", "cluster"},
     "parallel": {"world"},
     "ports": set(),
+    "seeds": set(),
     "shm": {"join"},
     "status": set(),
     "stores": set(),

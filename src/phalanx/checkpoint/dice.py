@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from phalanx import world as worlds
+from phalanx import seeds
 
 
 def take(device: torch.device) -> dict[str, Any]:
@@ -37,4 +37,4 @@ def draw_anew(first: Mapping[str, Any], rank: int, size: int) -> None:
     The new ones follow from where rank 0 stood, so that resuming twice gives the same run, and from the size.
     """
     digest = hashlib.blake2b(first["torch"].numpy().tobytes() + b"%d" % size, digest_size=7).digest()
-    worlds.sow(worlds.mixed(int.from_bytes(digest, "little"), rank))
+    seeds.sow(seeds.mixed(int.from_bytes(digest, "little"), rank))

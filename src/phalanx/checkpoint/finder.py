@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from phalanx import attempt
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.loading import Loaded
 from phalanx.checkpoint.shelf import Shelf
@@ -88,6 +89,7 @@ class Finder:
             return problem
         assert loaded is not None
         loaded.hand_over(state)
+        attempt.resume_from(state.step)
         self._note("loaded", step=state.step, seconds=time.perf_counter() - started)
         return ""
 

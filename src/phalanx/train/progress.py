@@ -14,6 +14,7 @@ from datetime import timedelta
 from statistics import mean
 from typing import Any
 
+from phalanx import attempt
 from phalanx.train.log import Sums
 from phalanx.world import World
 
@@ -109,8 +110,15 @@ def _report(fields: dict[str, Any]) -> Report:
 
 
 def describe(reports: dict[int, Report], own: Report, total: int | None) -> str:
-    """``epoch 2, step 120/400, 5312 samples/s, loss 0.1234, 12 s left, slowest rank 3 (+8 %)``"""
-    parts = [f"epoch {own.epoch}", f"step {own.step}" + (f"/{total}" if total is not None else "")]
+    """``epoch 2, step 120/400, 5312 samples/s, loss 0.1234, 12 s left, slowest rank 3 (+8 %)``
+
+    Of a run that was interrupted ``attempt 2 from step 70`` stands before it.
+    """
+    parts = [
+        *filter(None, [attempt.story()]),
+        f"epoch {own.epoch}",
+        f"step {own.step}" + (f"/{total}" if total is not None else ""),
+    ]
     rates = [report.samples / report.seconds for report in reports.values() if report.seconds > 0]
     parts.append(f"{_short(sum(rates))} samples/s")
     parts += [f"{name} {value:.4g}" for name, value in averages(reports).items()]

@@ -165,7 +165,8 @@ class _Watch:
         if self._events is not None:
             means = {name: total / count for name, (total, count) in report.logged.items()}
             self._events.write("epoch" if report.ended else "progress", **_fields(report), values=means)
-        if self._line is not None and (report.ended or now >= self._show_at):
+        is_empty = self._total == 0  # a run that goes on from the end of an epoch
+        if self._line is not None and not is_empty and (report.ended or now >= self._show_at):
             self._show(self._line, now)
 
     def _show(self, line: Line, now: float) -> None:
