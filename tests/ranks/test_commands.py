@@ -81,6 +81,26 @@ def test_make_demo_runs_the_main_job() -> None:
     assert recipe[0].removeprefix("$(BIN)/") in shown()
 
 
+def test_make_demo_fault_survives_two_kills(tmp_path: Path) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    assert re.findall(r"^demo-fault:.*\n\t(.*)$", makefile, re.MULTILINE) == [
+        "PYTHON=$(BIN)/python examples/survive.sh"
+    ]
+    environment = {**os.environ, "PYTHON": sys.executable, "PET_LOG_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
+    command = [REPOSITORY / "examples/survive.sh", "--epochs", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("the same receipt: every sample once, and the same weights to the last bit\n")
+    assert done.stdout.count("samples    4320 of 4320 seen (3 epochs of 1440), 0 twice") == 2
+    checksums = re.findall(r"replicas   equal, checksum (\w{12})", done.stdout)
+    assert len(checksums) == 2
+    assert len(set(checksums)) == 1
+    for rank, attempt in ((1, 2), (3, 3)):
+        assert f"phalanx: rank {rank} failed: SIGKILL" in done.stderr
+        assert re.search(rf"attempt {attempt} from step [34567]0, epoch", done.stderr), done.stderr
+    assert not list(tmp_path.glob("tmp*")), "its files are removed"
+
+
 def test_the_example_of_run_ranks_is_true(run_ranks: Any) -> None:
     (example,) = [block for block in python_blocks("docs/join.md") if "run_ranks" in block]
     names: dict[str, Any] = {"__name__": "join"}
