@@ -11,6 +11,7 @@ import ctypes
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx import world as worlds
+from phalanx.checkpoint.place import open_place
+from phalanx.checkpoint.shelf import Shelf
 from phalanx.errors import CheckpointError, PeerFailed
 from phalanx.join import Claim, Meeting
 from phalanx.world import World
@@ -117,11 +120,11 @@ def _save_on(world: World, path: Path, tell: Callable[[int], None], steps: int =
 
 
 def _check(path: Path, at_least: int) -> int:
-    """The latest loads, nothing damaged is in its way, and it is what was saved."""
+    """The latest loads and is what was saved, and of no other is only half there."""
     model = _model(-1)
     checkpointer = px.Checkpointer(path)
     state = checkpointer.load_latest(px.State(model=model, extra={"of": -1}))
-    assert not checkpointer._finder.broken
+    assert not [entry.problem for entry in Shelf(open_place(path)).entries() if entry.problem]
     if state is None:
         assert at_least == 0
         return 0
@@ -157,6 +160,8 @@ class Fuse:
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event in _CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
             place = arguments[0]
+            if isinstance(place, str) and not place.startswith("/") and arguments[-1] >= 0:  # rmtree's way
+                place = os.path.join(os.readlink(f"/proc/self/fd/{arguments[-1]}"), place)
             if isinstance(place, str | os.PathLike) and os.fspath(place).startswith(self._path):
                 self.burn()
 
@@ -186,7 +191,7 @@ class Fuse:
 
 
 def test_killed_at_every_write(run_ranks: RunRanks, tmp_path: Path) -> None:
-    def burn(rank: int, directory: Path) -> tuple[int, int]:
+    def burn(_: int, directory: Path) -> list[int]:
         torch.set_num_threads(1)
         path = directory / "kept"
 
@@ -200,21 +205,29 @@ def test_killed_at_every_write(run_ranks: RunRanks, tmp_path: Path) -> None:
 
             return save_one
 
-        killed, last = 0, 0
+        template = directory / "template"
+        assert Attempt(template, 1, 0, lambda *given: _save_on(*given, steps=1)).wait() == [0]
+        (template / "step-2.tmp-0123456789ab").mkdir()
+        (template / "step-2.tmp-0123456789ab" / "__0_0.distcp").write_bytes(b"half")
+        found = []
         for left in range(10_000):
+            shutil.copytree(template, path)
             attempt = Attempt(path, 1, left, body(left))
             (code,) = attempt.wait()
             assert code in (0, -signal.SIGKILL)
-            last = _check(path, max(last, attempt.told()))
+            found.append(_check(path, max(1, attempt.told())))
+            _save_on(worlds.current(), path, lambda _: None, steps=1, keep=1)
+            _check_tidy(path, [found[-1] + 1])
+            shutil.rmtree(path)
             if code == 0:
                 break
-            killed += 1
-        _check_tidy(path, [last])
-        return killed, last
+        return found
 
-    ((killed, last),) = run_ranks(burn, 1, tmp_path, join_group=False, timeout=120)
-    assert killed > 20
-    assert 2 < last < killed  # some were killed after the rename, while the old one was removed; most before
+    (found,) = run_ranks(burn, 1, tmp_path, join_group=False, timeout=120)
+    # Step 1 was there; up to the rename that stays so, and from then on it is step 2, while the old one is removed.
+    assert found == sorted(found)
+    assert found.count(1) > 15
+    assert found.count(2) > 5
 
 
 # ---- at any moment
@@ -295,13 +308,14 @@ def test_a_full_disk_is_an_error_on_all_ranks(run_ranks: RunRanks, tmp_path: Pat
             return [*codes, attempt.told()]
 
     def _fill_up(world: World, path: Path, tell: Callable[[int], None]) -> None:
-        words = r"could not write .* of step 2 to .*: the disk is full. It needs 4\.20 MB, and [123]\.\d\d MB were free"
+        words = r"could not write .* of step 2 to .*: the disk is full. It needs 4\.20 MB, and 3\.\d\d MB are free"
         checkpointer = px.Checkpointer(path)
         checkpointer.save(1, model=nn.Linear(512, 512))
         checkpointer.save(2, model=nn.Linear(1024, 1024))
         with pytest.raises(CheckpointError, match=words):
             checkpointer.save(3)
-        assert sorted(each.name for each in path.iterdir() if each.is_dir()) == ["step-1"]
+        assert not list(path.glob("step-2*"))  # the other rank may have begun with step 3
+        assert (path / "step-1").is_dir()
         checkpointer.save(3, model=nn.Linear(512, 512))
         checkpointer.close()
         tell(checkpointer.steps()[-1])

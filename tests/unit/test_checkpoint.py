@@ -234,7 +234,7 @@ def test_a_failed_save_is_an_error_at_the_next_call(tmp_path: Path, monkeypatch:
     assert loaded(tmp_path) == 3
 
 
-def broken_disk(*_: Any) -> Any:
+def broken_disk(*_: Any, **__: Any) -> Any:
     raise OSError(5, os.strerror(5))
 
 
@@ -280,7 +280,9 @@ def memory() -> Iterator[str]:
     fs.rm("/checkpoints", recursive=True)
 
 
-def test_behind_fsspec_the_manifest_makes_a_checkpoint(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_behind_fsspec_the_manifest_makes_a_checkpoint(
+    memory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fs = fsspec.filesystem("memory")
     assert loaded(memory) is None
     saved(memory, 1, 2, 3, keep=2)
@@ -296,6 +298,11 @@ def test_behind_fsspec_the_manifest_makes_a_checkpoint(memory: str, capsys: pyte
     saved(memory, 4, keep=2)
     assert f"removed {Path(newest).name} in {memory}" in capsys.readouterr().err
     assert px.Checkpointer(memory).steps() == [2, 4]
+    with monkeypatch.context() as patch:  # half of it is removed
+        patch.setattr(type(fs), "rm", broken_disk)
+        with pytest.raises(OSError, match="Input/output error"):
+            open_place(memory).remove(Shelf(open_place(memory)).whole()[0].directory)
+    assert loaded(memory) == 2
     with pytest.raises(UsageError, match="nosuch://x cannot be opened: Protocol not known"):
         px.Checkpointer("nosuch://x")
 

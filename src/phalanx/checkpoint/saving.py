@@ -29,6 +29,8 @@ from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.words import in_bytes, say
 from phalanx.errors import CheckpointError
 
+_FULL = "the disk is full."
+
 
 @dataclass(frozen=True)
 class Task:
@@ -108,17 +110,14 @@ class Saving:
 
     def _write_share(self) -> _Share:
         task = self._task
-        place = self._shelf.place
-        files = Files(place, self._aside)
-        free = None
+        files = Files(self._shelf.place, self._aside)
         try:
-            place.make(self._aside)
-            free = place.free_bytes()
+            self._shelf.place.make(self._aside)
             writer = Writer(files, self._aside)
             plan = writer.prepare_global_plan(task.plans)[self._council.rank]
             results = writer.write_data(plan, self._copies).wait()
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
-            return _Share(task.step, task.digest, error=self._explain(error, free))
+            return _Share(task.step, task.digest, error=self._explain(error))
         return _Share(task.step, task.digest, results, files.facts)
 
     def _conclude(self) -> str:
@@ -130,7 +129,8 @@ class Saving:
             manifest, final = self._make_whole(shares)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
             problem = str(error) if isinstance(error, CheckpointError) else self._explain(error)
-            return problem + self._clear_away()
+            left = self._clear_away()
+            return problem + (self._room() if problem.endswith(_FULL) else "") + left
         self._note("saved", step=self.step, seconds=time.monotonic() - self._started, bytes=manifest.bytes)
         try:
             self._shelf.prune(self._task.keep, final)
@@ -171,16 +171,21 @@ class Saving:
             return f" What was written of it cannot be removed: {error}"
         return ""
 
+    def _room(self) -> str:
+        """For a full disk; known only when nothing of this save takes any more."""
+        free = self._shelf.place.free_bytes()
+        room = "" if free is None else f", and {in_bytes(free)} are free"
+        return f" It needs {in_bytes(self._task.bytes)}{room}; make room there."
+
     def _tell(self, problem: str) -> None:
         if problem:
             self._note("save failed", step=self.step, problem=problem)
         self._council.tell(self._key("outcome"), problem)
 
-    def _explain(self, error: Exception, free: int | None = None) -> str:
+    def _explain(self, error: Exception) -> str:
         head = f"rank {self._council.rank} could not write the checkpoint of step {self.step} to {self._shelf.place}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            room = "" if free is None else f", and {in_bytes(free)} were free"
-            return f"{head}: the disk is full. It needs {in_bytes(self._task.bytes)}{room}; make room there."
+            return f"{head}: {_FULL}"
         if isinstance(error, OSError):
             return f"{head}: {error.strerror or error}."
         return f"{head}: {type(error).__name__}: {error}"
