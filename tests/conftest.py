@@ -50,8 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PHALANX_TEST"] = _MARK.partition("=")[2]
     # Nothing of the machine that runs the tests may reach into them.
     for name in list(os.environ):
-        # The last of them would have every process that a test starts compile all that it imports.
-        own = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE")
+        # The last but one would have every process that a test starts compile all that it imports.
+        own = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
         if name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or name in own:
             del os.environ[name]
     # A shell may have started this session with Ctrl-C ignored, which every process below would inherit.

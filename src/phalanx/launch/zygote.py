@@ -100,7 +100,9 @@ class _Zygote:
                 self.channel.send(
                     {"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"}
                 )
+                _flush()
                 os._exit(1)
+        _flush()
         torch_hook.install()
         self.disguise.note_imports()
         gc.freeze()  # a collection in a worker must not touch, and so copy, every page shared with the others
@@ -204,3 +206,11 @@ class _Zygote:
         """The keeper last: should we be killed in the middle of this, it does the rest."""
         orphans.end_all(lambda: orphans.descendants(os.getpid()) - {self.keeper_pid})
         orphans.end_all(lambda: orphans.descendants(os.getpid()))
+
+
+def _flush() -> None:
+    """What a module has printed while it was imported would be written again by every child."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the module has closed it
+                stream.flush()
