@@ -40,6 +40,8 @@ def test_the_phases_follow_one_another_from_the_kill_to_the_step() -> None:
     without = recovery_notes.phases(notes(), [])
     assert without == {"begin": 6.0, "join": 4.0, "build": 5.0, "load": 6.0, "step": 7.0}
     assert sum(found.values()) == sum(without.values()) == 39.0 - 11.0
+    failed = [each for each in notes() if each["attempt"] == 0 or each["event"] in ("begun", "joined")]
+    assert recovery_notes.phases(failed, []) == {"begin": 6.0, "join": 4.0}
 
 
 def test_only_a_run_that_went_on_rightly_counts() -> None:
@@ -69,7 +71,9 @@ def test_the_tables(seconds: float, verdict: str) -> None:
     samples = []
     for repeat, torchrun in enumerate((4.0, 5.0, None)):
         samples.append(Recovery("recovery", "phalanx", 4, repeat, seconds, "", {"notice": 0.01, "begin": seconds}))
-        samples.append(Recovery("recovery", "torchrun", 4, repeat, None, "fails: ended with exit code 1"))
+        samples.append(
+            Recovery("recovery", "torchrun", 4, repeat, None, "fails: ended with exit code 1", {"begin": 3.0})
+        )
         if torchrun:  # it was tried again
             samples.append(Recovery("recovery", "torchrun", 4, repeat, torchrun, "", {"begin": torchrun}))
     text = " ".join(tables(samples).split())
@@ -78,7 +82,7 @@ def test_the_tables(seconds: float, verdict: str) -> None:
     assert f"| 4 | phalanx | {seconds:.2f} ({seconds:.2f}–{seconds:.2f}) | {ratio} | ≤ 0.25: {verdict} |" in text
     assert "| torchrun | 4.50 (4.00–5.00); fails: ended with exit code 1 (3 of 5) | 1.00 (1.00–1.00) |" in text
     assert f"| 4 | phalanx | 10 | | {seconds * 1000:.0f} | | | | |" in text
-    assert "| 4 | torchrun | | | 4500 | | | | |" in text
+    assert "| 4 | torchrun | | | 3000 | | | | |" in text
 
 
 def test_flags() -> None:

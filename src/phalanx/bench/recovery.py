@@ -163,11 +163,13 @@ class Killed:
         with running(["env", "OMP_NUM_THREADS=1", *argv], directory, timeout) as command:
             failure = measures.finish_restart(way.launcher, command)
             notes = recovery_notes.read(directory)
-            if failure and recovery_notes.was_killed(notes):
-                return dataclasses.replace(sample, note=failure)
-            if wrong := failure or recovery_notes.problem(notes, self.plan, self.references[self.plan.ranks]):
+            if failure and not recovery_notes.was_killed(notes):
+                raise command.failure(f"{failure}, before there was anything to recover from")
+            phases = recovery_notes.phases(notes, recovery_notes.read_agent(directory))
+            if failure:
+                return dataclasses.replace(sample, note=failure, phases=phases)
+            if wrong := recovery_notes.problem(notes, self.plan, self.references[self.plan.ranks]):
                 raise command.failure(wrong)
-        phases = recovery_notes.phases(notes, recovery_notes.read_agent(directory))
         return dataclasses.replace(sample, value=sum(phases.values()), phases=phases)
 
 

@@ -86,6 +86,7 @@ def problem(notes: Sequence[Note], plan: Plan, reference: Losses) -> str:
 
 def phases(notes: Sequence[Note], agent: Sequence[Note]) -> dict[str, float]:
     """How long each took on rank 0. Only phalanx tells the first two; of others they are in ``begin``.
+    A restart that failed has those that it came to the end of.
 
     notice  from the death to the agent's knowing of it
     stop    to the end of all other ranks

@@ -16,7 +16,7 @@ _WORDS = """\
 Medians in ms, on rank 0. Notice: until the agent knows of the death. Stop: until no rank is left. Begin: until the
 script runs again and has torch. Join: the process group. Build: the model, the optimizer and, with px.Checkpointer,
 the modules that it needs. Load: the state of the last saved step. Step: the first one. torchrun does not tell when it
-noticed and stopped, so these are part of its begin."""
+noticed and stopped, so these are part of its begin. A restart that failed counts as far as it came."""
 
 
 def tables(samples: Sequence[Recovery]) -> str:
@@ -26,8 +26,7 @@ def tables(samples: Sequence[Recovery]) -> str:
 def _phases(samples: Sequence[Recovery]) -> list[str]:
     groups: dict[tuple[int, str], list[Recovery]] = {}
     for sample in samples:
-        if sample.value is not None:
-            groups.setdefault((sample.ranks, sample.contender), []).append(sample)
+        groups.setdefault((sample.ranks, sample.contender), []).append(sample)
     body = []
     for (ranks, contender), group in groups.items():
         medians = [Summary.of([each.phases[phase] for each in group if phase in each.phases]) for phase in PHASES]
