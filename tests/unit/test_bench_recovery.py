@@ -26,7 +26,7 @@ def notes() -> list[dict[str, Any]]:
     """Of a run that was killed after step 3 and did what it should; every phase has another length."""
     first = [note(step, "step", attempt=0, step=step, loss=REFERENCE[step]) for step in (1, 2, 3)]
     times = {"begun": 17.0, "joined": 21.0, "built": 26.0, "loaded": 32.0}
-    second = [note(time + rank / 2, event, rank, step=2) for rank in (0, 1) for event, time in times.items()]
+    second = [note(time - rank / 2, event, rank, step=2) for rank in (0, 1) for event, time in times.items()]
     steps = [note(time, "step", step=step, loss=REFERENCE[step]) for step, time in ((3, 39.0), (4, 40.0))]
     return [*first, note(11.0, "killed", rank=1, attempt=0), *second, *steps]
 
