@@ -51,6 +51,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/track.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev

@@ -25,6 +25,8 @@ benchmarks:
                                       one process for each replica, and where its time goes
   phalanx bench checkpoint [flags]    how long a checkpoint holds training up, and until it is on the disk,
                                       beside torch.save and torch.distributed.checkpoint
+  phalanx bench recovery [flags]      how long a run is away when a rank is killed, from the kill to the next
+                                      finished step, beside torchrun with torch.save
   phalanx bench track [flags]         what px.track and px.log add to a training step
 
 `phalanx bench launch --help` lists the flags of the first, and so on.
@@ -37,6 +39,7 @@ _BENCHMARKS = {
     "sampler": "sampler",
     "dp-vs-ddp": "dp_vs_ddp",
     "checkpoint": "checkpoint",
+    "recovery": "recovery",
     "track": "track",
 }
 

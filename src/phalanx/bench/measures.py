@@ -50,18 +50,28 @@ def _fifo(path: Path) -> BinaryIO:
 def restart(contender: Contender, ranks: int, place: Path, timeout: float) -> Outcome:
     """Seconds from the death of rank 1 to the moment when the last rank of the next attempt has reduced."""
     argv = contender.argv(ranks, _probe(place, "restart", ranks), ["--max-restarts", "1"])
-    if contender is not TORCHRUN:
-        with running(argv, place, timeout) as command:
-            command.finish()
-            return _restart_seconds(command, place, ranks), ""
-    with running(argv, place, min(timeout, _TORCHRUN_RESTART_TIMEOUT)) as command:
-        try:
-            command.finish()
-            return _restart_seconds(command, place, ranks), ""
-        except CommandFailed as error:
-            # The store still has the addresses of the first attempt. A rank that reads one before it is written anew
-            # connects to nobody: with torch 2.13 some restarts work, some end with an error, and some hang.
-            return None, f"fails: {error.how}"
+    with running(argv, place, restart_timeout(contender, timeout)) as command:
+        if failure := finish_restart(contender, command):
+            return None, failure
+        return _restart_seconds(command, place, ranks), ""
+
+
+def restart_timeout(contender: Contender, timeout: float) -> float:
+    """Some of torchrun's restarts hang."""
+    return min(timeout, _TORCHRUN_RESTART_TIMEOUT) if contender is TORCHRUN else timeout
+
+
+def finish_restart(contender: Contender, command: Running) -> str:
+    """Waits for the end of a command that restarts; says how it failed, if it is torchrun and did."""
+    try:
+        command.finish()
+    except CommandFailed as error:
+        if contender is not TORCHRUN:
+            raise
+        # The store still has the addresses of the first attempt. A rank that reads one before it is written anew
+        # connects to nobody: with torch 2.13 some restarts work, some end with an error, and some hang.
+        return f"fails: {error.how}"
+    return ""
 
 
 def _restart_seconds(command: Running, place: Path, ranks: int) -> float:

@@ -17,7 +17,7 @@ class Sample:
     """One command that was measured."""
 
     measure: str
-    """``start``, ``restart`` and ``help`` in seconds, ``memory`` in bytes."""
+    """``start``, ``restart``, ``recovery`` and ``help`` in seconds, ``memory`` in bytes."""
     contender: str
     ranks: int
     repeat: int
@@ -62,6 +62,8 @@ GOALS = (
     Goal("start", FORK.name, 16, 0.14, relative=True),
     Goal("memory", FORK.name, 8, 0.3, relative=True),
     Goal("restart", FORK.name, 4, 0.3, relative=False),
+    Goal("recovery", "phalanx", 2, 0.25, relative=True),
+    Goal("recovery", "phalanx", 4, 0.25, relative=True),
     Goal("help", HELP, 0, 0.1, relative=False),
 )
 

@@ -1,4 +1,4 @@
-"""The tables of the start-up benchmark."""
+"""The tables of the start-up benchmark, and of others that compare launchers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def tables(samples: Sequence[Sample]) -> str:
     """Everything that was measured, each with its goal beside it. Figures are medians, with the extremes behind."""
     return "\n".join(
         [
-            *_section(
+            *section(
                 samples,
                 "start",
                 "Start: from the command to a barrier passed on all ranks",
                 "seconds",
             ),
-            *_section(
+            *section(
                 samples,
                 "memory",
                 "Memory while all ranks wait after the barrier: PSS of all processes, the launcher's included",
@@ -28,20 +28,21 @@ def tables(samples: Sequence[Sample]) -> str:
                 unit=_MIB,
                 digits=0,
             ),
-            *_section(
+            *section(
                 samples,
                 "restart",
                 "Restart: from the SIGKILL of one rank to the first all_reduce of the next attempt",
                 "seconds",
             ),
-            *_section(samples, "help", "The command without work", "seconds", digits=3),
+            *section(samples, "help", "The command without work", "seconds", digits=3),
         ]
     ).rstrip("\n")
 
 
-def _section(
+def section(
     samples: Sequence[Sample], measure: str, title: str, unit_name: str, unit: float = 1.0, digits: int = 2
 ) -> list[str]:
+    """One measure as a table beside torchrun; nothing if it was not taken."""
     found = lines(samples, measure)
     if not found:
         return []
