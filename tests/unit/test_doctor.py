@@ -32,7 +32,7 @@ from phalanx.diagnose.facts import (
     Torch,
 )
 from phalanx.launch import devices, run
-from tests.conftest import Runner, read_terminal
+from tests.conftest import REPOSITORY, Runner, read_terminal
 
 GIB = 1 << 30
 BIN = "/home/ada/env/bin"
@@ -180,6 +180,10 @@ MACHINES: dict[str, tuple[Facts, dict[str, tuple[str, str, str]]]] = {
     ),
     "OMP_NUM_THREADS=1,2": (but(cores={"omp_num_threads": "1,2"}), {}),
     "more ranks than cores": (but(asked_ranks=8), {"threads": ("warning", "8 ranks", "--nproc-per-node 4")}),
+    "more ranks than cores, and OMP_NUM_THREADS=2": (
+        but(asked_ranks=8, cores={"omp_num_threads": "2"}),
+        {"threads": ("warning", "8 ranks × 2", "--nproc-per-node 4, and unset OMP_NUM_THREADS")},
+    ),
     "little memory": (
         but(memory={"available": GIB}),
         {"memory": ("warning", "1.0 GiB free of 16.0 GiB, no swap", "--nproc-per-node 2")},
@@ -473,6 +477,14 @@ def test_nothing_is_left_when_it_is_killed(tmp_path: Path) -> None:
         started.read_text()  # until torch is being imported
         process.kill()
     assert process.returncode == -9
+
+
+def test_the_page_has_every_line() -> None:
+    rows = re.findall(
+        r"^\| ([^|`]+) \| [^|]+ \| [^|]+ \|$", (REPOSITORY / "docs/diagnose.md").read_text(), re.MULTILINE
+    )
+    assert rows[0] == "line"
+    assert rows[2:] == [each.name for each in doctor.examine(HEALTHY)]
 
 
 def test_help_and_wrong_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import cli, env, errors, testing
+from phalanx.diagnose import doctor
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -104,6 +105,11 @@ def test_flags() -> None:
         "--local-rank-spelling",
         "--use-env",
     ]
+
+
+def test_flags_of_doctor() -> None:
+    names = {name for action in doctor._parser()._actions for name in action.option_strings}
+    assert names == {"-h", "--help", "--json", "--nproc-per-node", "--nproc_per_node"}
 
 
 def test_both_spellings_are_parsed() -> None:

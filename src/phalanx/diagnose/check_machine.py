@@ -38,7 +38,8 @@ def threads(facts: Facts) -> Finding:
         each, source = int(first), f", by OMP_NUM_THREADS={setting}"
     value = f"{_counted(ranks, 'rank')} × {_counted(each, 'thread')} on {_counted(usable, 'core')}{source}"
     if ranks > usable:
-        return Finding("threads", value, "warning", f"they take turns: phalanx run --nproc-per-node {usable}")
+        also = ", and unset OMP_NUM_THREADS" if each > 1 else ""
+        return Finding("threads", value, "warning", f"they take turns: phalanx run --nproc-per-node {usable}{also}")
     if ranks * each > usable:
         advice = "they get in each other's way: unset OMP_NUM_THREADS (phalanx run then divides the cores)"
         return Finding("threads", value, "warning", advice)
