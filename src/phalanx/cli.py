@@ -13,6 +13,7 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
+  phalanx doctor                    whether this machine is fit for it, and what to do where it is not
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
   phalanx bench collectives         measure how fast ranks communicate, beside gloo and MPI
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "run": _run,
         "bench": _bench,
         "checkpoint": _checkpoint,
+        "doctor": _doctor,
         "--version": _version,
         "--help": _help,
         "-h": _help,
@@ -104,6 +106,12 @@ def _checkpoint(arguments: list[str]) -> int:
     from phalanx.checkpoint import command
 
     return command.main(arguments)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from phalanx.diagnose import doctor
+
+    return doctor.main(arguments)
 
 
 def _version(_: list[str]) -> int:

@@ -75,8 +75,9 @@ _READ = {
     "SSH_CONNECTION": "ssh: by which address this machine was reached, for the ranks of other machines",
     "PYTHON_EXEC": "the interpreter for the workers, as torchrun reads it",
     "NO_COLOR": "no colours on the console",
-    "CONDA_PREFIX": "where the active conda environment is; for --dry-run",
+    "CONDA_PREFIX": "where the active conda environment is; for --dry-run and doctor",
     "CONDA_DEFAULT_ENV": "its name",
+    "VIRTUAL_ENV": "where the active virtual environment is; for doctor",
 }
 
 _BOTH = (

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import cli, env, errors, testing
+from phalanx.diagnose import doctor
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -43,6 +44,7 @@ MPI_LOCALNRANKS MPI_LOCALRANKID NO_COLOR OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WO
 OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE PYTHON_EXEC SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_LOCALID
 SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID SLURM_STEP_NODELIST
 SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SSH_CONNECTION CONDA_PREFIX CONDA_DEFAULT_ENV
+VIRTUAL_ENV
 """.split()
 
 HALLWAY = {"attempt", "seeds", "env", "errors", "events", "ports", "status", "stores"}
@@ -54,7 +56,7 @@ EDGES = {
     "ballot": {"join"},
     "bench": {"launch", "parallel", "phalanx", "testing"},  # the two in the middle in what the ranks run
     "checkpoint": {"join", "world"},
-    "cli": {"launch", "bench", "checkpoint"},
+    "cli": {"launch", "bench", "checkpoint", "diagnose"},
     "cluster": set(),
     "comm": {"cluster", "join", "world"},
     "data": {"world"},
@@ -103,6 +105,11 @@ def test_flags() -> None:
         "--local-rank-spelling",
         "--use-env",
     ]
+
+
+def test_flags_of_doctor() -> None:
+    names = {name for action in doctor._parser()._actions for name in action.option_strings}
+    assert names == {"-h", "--help", "--json", "--nproc-per-node", "--nproc_per_node"}
 
 
 def test_both_spellings_are_parsed() -> None:
@@ -169,6 +176,11 @@ def test_only_the_named_modules_of_launch_import_torch() -> None:
     assert users == TORCH_IN_LAUNCH
 
 
+def test_diagnose_imports_no_torch() -> None:
+    for path in (SOURCE / "diagnose").glob("*.py"):
+        assert not any(module.partition(".")[0] in ("torch", "numpy") for module in _imports(path)), path.name
+
+
 def test_checkpoints_can_be_listed_without_torch() -> None:
     for name in WITHOUT_TORCH_IN_CHECKPOINT:
         found = _imports(SOURCE / "checkpoint" / f"{name}.py")
@@ -187,5 +199,5 @@ def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    for command in ("run", "bench", "checkpoint"):
+    for command in ("run", "bench", "checkpoint", "doctor"):
         assert f"phalanx {command}" in cli._HELP

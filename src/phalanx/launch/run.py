@@ -91,10 +91,15 @@ def find_route(spec: LaunchSpec) -> Route | None:
     return route
 
 
+def files_needed(ranks: int) -> int:
+    """The agent holds three pipes for each rank, and more while it starts. `phalanx doctor` says the same number."""
+    return 12 * ranks + 64
+
+
 def _raise_file_limit(spec: LaunchSpec) -> None:
-    """The agent holds three pipes for each rank; the usual soft limit of 1024 is a default, not a rule."""
+    """The usual soft limit of 1024 is a default, not a rule."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 12 * spec.nproc_per_node + 64
+    needed = files_needed(spec.nproc_per_node)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise UsageError(f"{spec.nproc_per_node} ranks need {needed} open files, but the limit (ulimit -n) is {hard}.")
     if needed > soft:

@@ -1,0 +1,162 @@
+"""Checks of what a machine has for its ranks: cores, memory, files, processes, disk. Pure functions of facts."""
+
+from __future__ import annotations
+
+from phalanx.diagnose.checkup import Finding, having, in_bytes
+from phalanx.diagnose.facts import Facts
+
+_MEMORY_OF_TORCH = 512 << 20
+"""What a process that has imported torch and does something may well use."""
+_SMALL_SHM = 1 << 30
+_TINY_SHM = 64_000_000
+_FEW_FILES = 1024
+_SMALL_DISK = 1 << 30
+_TINY_DISK = 100 << 20
+
+
+def cores(facts: Facts) -> Finding:
+    found = facts.cores
+    value = f"{found.usable} usable of {found.present}"
+    if found.quota is None or found.quota >= found.allowed:
+        return Finding("cores", value)
+    value += f"; the container's quota is {found.quota:g}"
+    if found.quota < 1:
+        advice = f"a rank is stopped most of the time: {_container(facts, '--cpus 2', 'resources.limits.cpu: 2')}"
+        return Finding("cores", value, "warning", advice)
+    return Finding("cores", value)
+
+
+def threads(facts: Facts) -> Finding:
+    """Ranks and their OpenMP threads against the cores."""
+    ranks, usable, setting = facts.ranks, facts.cores.usable, facts.cores.omp_num_threads
+    each, source = max(1, usable // ranks), ""  # as phalanx run would set it
+    if setting is not None:
+        first = setting.partition(",")[0].strip()  # a list is for nested loops
+        if not first.isdigit() or int(first) == 0:
+            value = f"OMP_NUM_THREADS={setting!r} is not a number"
+            return Finding("threads", value, "warning", "unset OMP_NUM_THREADS")
+        each, source = int(first), f", by OMP_NUM_THREADS={setting}"
+    value = f"{_counted(ranks, 'rank')} × {_counted(each, 'thread')} on {_counted(usable, 'core')}{source}"
+    if ranks > usable:
+        also = ", and unset OMP_NUM_THREADS" if each > 1 else ""
+        return Finding("threads", value, "warning", f"they take turns: phalanx run --nproc-per-node {usable}{also}")
+    if ranks * each > usable:
+        advice = "they get in each other's way: unset OMP_NUM_THREADS (phalanx run then divides the cores)"
+        return Finding("threads", value, "warning", advice)
+    return Finding("threads", value)
+
+
+def memory(facts: Facts) -> Finding:
+    found = facts.memory
+    value = f"{in_bytes(found.left)} free of {in_bytes(found.limit or found.total)}"
+    if found.limit is not None:
+        value += f", the container's limit (the machine has {in_bytes(found.total)})"
+    value += f", {in_bytes(found.swap)} swap" if found.swap else ", no swap"
+    if found.limit is not None:
+        more = _container(facts, "--memory 16g", "resources.limits.memory: 16Gi")
+    else:
+        more = "end other programs (ps aux --sort -rss)"
+    if found.left < _MEMORY_OF_TORCH:
+        return Finding("memory", value, "error", f"not even one rank fits well: {more}")
+    if found.left < facts.ranks * _MEMORY_OF_TORCH:
+        fitting = found.left // _MEMORY_OF_TORCH
+        advice = f"little for {_counted(facts.ranks, 'rank')}: {more}, or phalanx run --nproc-per-node {fitting}"
+        return Finding("memory", value, "warning", advice)
+    return Finding("memory", value)
+
+
+def shared_memory(facts: Facts) -> Finding:
+    """For the workers of a DataLoader. phalanx's own shared memory does not come from there."""
+    found = facts.shared_memory
+    if found is None:
+        return Finding("/dev/shm", "not there", "error", "mount -t tmpfs -o size=8G tmpfs /dev/shm")
+    value = f"{in_bytes(found.free)} free of {in_bytes(found.total)}"
+    if not found.is_writable:
+        return Finding("/dev/shm", f"{value}, but it cannot be written", "error", "chmod 1777 /dev/shm")
+    if found.free >= _SMALL_SHM:
+        return Finding("/dev/shm", value)
+    verdict = "error" if found.free < _TINY_SHM else "warning"
+    if found.total >= _SMALL_SHM:
+        advice = "somebody's files fill it: ls -l /dev/shm"
+    elif facts.container:
+        advice = _container(facts, "--shm-size 8g", "an emptyDir with medium: Memory at /dev/shm")
+    else:
+        advice = "mount -o remount,size=8G /dev/shm"
+    return Finding("/dev/shm", value, verdict, f"the workers of DataLoaders need more: {advice}")
+
+
+def open_files(facts: Facts) -> Finding:
+    soft, hard = facts.limits.files_soft, facts.limits.files_hard
+    needed = files_needed(facts.ranks)
+    value = f"{_limit(soft)} at most (hard limit {_limit(hard)}), {_counted(facts.ranks, 'rank')} need {needed}"
+    if hard is not None and hard < needed:
+        return Finding("open files", value, "error", _more_files(facts))
+    if soft is not None and soft < _FEW_FILES:
+        can_raise = hard is None or hard >= _FEW_FILES
+        advice = f"ulimit -n {65536 if hard is None else min(hard, 65536)}" if can_raise else _more_files(facts)
+        return Finding("open files", value, "warning", f"little for DataLoaders with workers: {advice}")
+    return Finding("open files", value)
+
+
+def files_needed(ranks: int) -> int:
+    """By the launcher on one machine. A test keeps this equal to what `phalanx run` insists on."""
+    return 12 * ranks + 64
+
+
+def processes(facts: Facts) -> Finding:
+    """The kernel counts threads. A rank has about ten, and so has each worker of its DataLoader."""
+    limits = facts.limits
+    if limits.processes is None:
+        return Finding("processes", "no limit")
+    left = limits.processes - limits.processes_used
+    whose = "the container's" if limits.processes_by_container else "this user's"
+    value = f"{limits.processes_used} of {limits.processes} used, {whose} limit"
+    if limits.processes_by_container:
+        advice = _container(facts, "--pids-limit -1", "podPidsLimit of the kubelet")
+    else:
+        advice = "ulimit -u unlimited, or as root a line `* soft nproc unlimited` in /etc/security/limits.conf"
+    if left < 8 * facts.ranks:
+        return Finding("processes", value, "error", advice)
+    if left < 32 * facts.ranks:
+        return Finding("processes", value, "warning", advice)
+    return Finding("processes", value)
+
+
+def disk(facts: Facts) -> Finding:
+    found = facts.runs
+    value = f"{in_bytes(found.free)} free of {in_bytes(found.total)} at {found.path}, where runs go"
+    elsewhere = "phalanx run --log-dir DIR puts them elsewhere"
+    if not found.is_writable:
+        return Finding("disk", f"{found.path}, where runs go, cannot be written", "error", elsewhere)
+    if found.free < _TINY_DISK:
+        return Finding("disk", value, "error", f"make room; {elsewhere}")
+    if found.free < _SMALL_DISK:
+        return Finding("disk", value, "warning", f"make room; {elsewhere}")
+    return Finding("disk", value)
+
+
+def tools(facts: Facts) -> Finding:
+    """Nothing that must be there."""
+    there = [name for name, path in facts.tools.items() if path]
+    missing = [name for name, path in facts.tools.items() if not path]
+    return Finding("tools", having(there, missing), "info")
+
+
+def _more_files(facts: Facts) -> str:
+    if facts.container:
+        return _container(facts, "--ulimit nofile=65536", "the limit of the container runtime")
+    return "as root a line `* - nofile 65536` in /etc/security/limits.conf, then log in again"
+
+
+def _container(facts: Facts, flag: str, setting: str) -> str:
+    if facts.container == "kubernetes":
+        return f"in the pod's description {setting}"
+    return f"{'podman' if facts.container == 'podman' else 'docker'} run {flag} …"
+
+
+def _limit(value: int | None) -> str:
+    return "unlimited" if value is None else str(value)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"

@@ -1,0 +1,141 @@
+"""What torch, and phalanx's C library with it, say of themselves: asked in a process of its own.
+
+So a torch that cannot be imported is a finding and not a traceback, one that crashes takes nobody with it, and
+everything else can be looked at meanwhile. This is the one place of the room with torch in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.diagnose.facts import Card, Torch
+
+_PATIENCE = 60.0
+"""Seconds. A first import from a slow file system takes long, but not that long."""
+
+_CODE = r"""
+import ctypes, importlib.util, json, os, sys, time
+
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # whatever ends the one who asks ends this, too
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what a library prints is not the answer
+if sys.path[0] == "":
+    del sys.path[0]  # a rank has its script's directory there, not this one
+sys.path.append(sys.argv[2])  # where phalanx itself was found
+
+found = {}
+
+def said(error):
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+def ask(what, question):
+    try:
+        question()
+    except BaseException as error:
+        found[what] = said(error)
+
+def about_torch():
+    spec = importlib.util.find_spec("torch")
+    found["is_missing"] = spec is None
+    found["file"] = os.path.realpath(spec.origin) if spec and spec.origin else None
+    started = time.perf_counter()
+    import torch
+    found["seconds"] = time.perf_counter() - started
+    found["version"] = str(torch.__version__)
+    import torch.distributed as dist
+    there = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
+    if dist.is_available():
+        found["backends"] = [name for name, asks in there.items() if getattr(dist, asks)()]
+    found["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
+
+def about_numpy():
+    import numpy
+    found["numpy"] = numpy.__version__
+    if found.get("version"):
+        import torch
+        torch.zeros(1).numpy()  # fails when torch was built for another numpy
+
+def about_cards():
+    import torch
+    if found["cuda"]:
+        torch.cuda.init()
+        every = [torch.cuda.get_device_properties(card) for card in range(torch.cuda.device_count())]
+        found["cards"] = [{"name": card.name, "bytes": card.total_memory} for card in every]
+    elif hasattr(torch, "accelerator") and torch.accelerator.is_available():  # since 2.6
+        found["accelerator"] = str(torch.accelerator.current_accelerator())
+
+def about_library():
+    from phalanx import shm
+    found["library_problem"] = shm.why_not_here()
+    if found["library_problem"] is None:
+        found["library"] = shm.describe()["shm"]
+
+ask("problem", about_torch)
+ask("numpy_problem", about_numpy)
+if found.get("version") and not found.get("problem"):
+    ask("cuda_problem", about_cards)
+    ask("library_problem", about_library)
+json.dump(found, answer)
+answer.close()
+os._exit(0)  # how long torch takes to leave is nobody's concern
+"""
+
+
+class Probe:
+    """The process, on its way."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def answer(self) -> Torch:
+        """Waits for what it has to say."""
+        try:
+            out, err = self._process.communicate(timeout=_PATIENCE)
+        except subprocess.TimeoutExpired:
+            return Torch(problem=f"importing it has not come to an end within {_PATIENCE:g} s")
+        return parse(out, err, self._process.returncode)
+
+
+@contextlib.contextmanager
+def started(environ: Mapping[str, str]) -> Iterator[Probe]:
+    """Starts it; it is gone when this is left."""
+    home = str(Path(__file__).parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", _CODE, str(os.getpid()), home],
+        env=dict(environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Probe(process)
+        finally:
+            process.kill()
+
+
+def parse(out: str, err: str, code: int) -> Torch:
+    """From what the process left: its answer, or how it ended without one."""
+    if code == 0 and out:
+        fields = json.loads(out)
+        lists = {"backends": tuple(fields.get("backends", ()))}
+        return replace(Torch(**{**fields, **lists}), cards=tuple(Card(**card) for card in fields.get("cards", ())))
+    lines = err.strip().splitlines()
+    last = f" ({lines[-1]})" if lines else ""
+    try:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    except ValueError:
+        how = f"signal {-code}"
+    return Torch(problem=f"importing it ended the interpreter with {how}{last}")
