@@ -322,7 +322,9 @@ def test_limits_of_containers(tmp_path: Path) -> None:
             "pod/box/memory.max": "1000",
             "pod/box/memory.current": "700",
             "pod/box/memory.stat": "anon 5\ninactive_file 300",
-            "pod/memory.max": "max",
+            "pod/memory.max": "5000",
+            "pod/memory.current": "700",
+            "memory.max": "max",
             "pod/pids.max": "64",
             "pod/pids.current": "9",
         },
@@ -463,7 +465,7 @@ def test_a_torch_that_crashes_and_a_terminal(tmp_path: Path) -> None:
     assert re.search(r"^error +torch +cannot be imported: importing it ended the interpreter", plain, re.MULTILINE)
     assert "signal SIGSEGV" in " ".join(plain.split())
     assert all(len(line) <= 80 for line in plain.splitlines())
-    assert re.search(r"^ +→ ", plain, re.MULTILINE)
+    assert re.search(r"^ +\x1b\[1;31m→ ", seen, re.MULTILINE), "the advice has the colour of its verdict"
 
 
 def test_nothing_is_left_when_it_is_killed(tmp_path: Path) -> None:
