@@ -9,8 +9,8 @@ from phalanx import env
 _resumed_from: int | None = None
 
 
-def resume_from(step: int) -> None:
-    """A checkpoint has been loaded."""
+def resume_from(step: int | None) -> None:
+    """A checkpoint has been loaded; None when that is history, and whatever is trained next begins anew."""
     global _resumed_from
     _resumed_from = step
 

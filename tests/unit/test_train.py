@@ -15,10 +15,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as px
-from phalanx import status
+from phalanx import attempt, status
 from phalanx.errors import UsageError
 from phalanx.train import log, progress
 from phalanx.train.progress import Report, averages, describe
+
+
+@pytest.fixture(autouse=True)
+def a_run_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_resumed_from", None)
+
 
 # ---- metrics
 
@@ -211,6 +217,15 @@ def test_a_loader_without_a_length() -> None:
     assert [len(batch) for batch in px.track(loader, epoch=0, quiet=True)] == [4, 4, 2]
     with pytest.raises(TypeError, match="has no len"):
         len(px.track(loader))
+
+
+def test_the_line_tells_of_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Report(2, 12, 120, 1.0)
+    assert describe({0: own}, own, None).startswith("epoch 2, step 12,")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert describe({0: own}, own, None).startswith("attempt 2, epoch 2, step 12,")
+    attempt.resume_from(70)
+    assert describe({0: own}, own, None).startswith("attempt 2 from step 70, epoch 2, step 12,")
 
 
 def test_the_last_line_of_an_epoch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from phalanx import attempt
 from phalanx import world as worlds
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
@@ -164,6 +165,7 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the save under way. Leaving a ``with`` block does it, and leaving the world of px.init() too."""
         worlds.forget(self.close)
+        attempt.resume_from(None)
         try:
             self.wait()
         finally:

@@ -8,7 +8,11 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.launch.spec import LaunchSpec
 
-_WRAPPING = ("DistributedDataParallel", "data_parallel(", "torch.compile")
+_LATE = {
+    "torch._dynamo": ("DistributedDataParallel", "data_parallel(", "torch.compile"),
+    "torch.distributed.checkpoint": ("Checkpointer(", "distributed.checkpoint"),
+}
+"""Modules that are imported late, and the words in a script that lead to it."""
 
 
 def check(spec: LaunchSpec) -> None:
@@ -33,7 +37,7 @@ def script_directory(spec: LaunchSpec) -> str | None:
 
 
 def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
-    """What torch itself imports late, in every rank, when a model is wrapped: better once, before the fork.
+    """What would be imported late, in every rank, when a model is wrapped or saved: better once, before the fork.
 
     A look at the script's text decides. A wrong guess costs a second or two, and nothing else.
     """
@@ -43,4 +47,4 @@ def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
         text = Path(spec.program.target).read_text(errors="replace")
     except OSError:
         return ()  # a directory or an archive
-    return ("torch._dynamo",) if any(word in text for word in _WRAPPING) else ()
+    return tuple(module for module, words in _LATE.items() if any(word in text for word in words))
