@@ -32,7 +32,8 @@ from phalanx.join import Claim, Meeting
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
-_MOMENTS = 200
+_MOMENTS = int(os.environ.get("MOMENTS", "60"))
+"""At which the ranks are killed, one after the other; `make stress` takes 200."""
 
 
 class Attempt:

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,58 +112,68 @@ def test_without_the_endpoint_nobody_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "others", "text"),
+    ("flags", "text"),
     [
-        (["--nnodes", "2"], ["--nnodes", "1:2"], r"has --nnodes (2|1:2), but host node\d \(10.77.0.\d\) has"),
-        (["--rdzv-id", "b"], ["--rdzv-id", "a"], "another run uses this port"),
-        (["--rdzv-timeout", "2"], None, "after 2 s 1 of 2 nodes has come"),
-        (["--rdzv-endpoint", "node0:29400"], None, "'node0' stands for 127.0.1.1"),
-        (["--rdzv-endpoint", ":29400"], None, "is not HOST or HOST:PORT"),
+        (["--rdzv-timeout", "2"], "after 2 s 1 of 2 nodes has come"),
+        (["--rdzv-endpoint", "node0:29400"], "'node0' stands for 127.0.1.1"),
+        (["--rdzv-endpoint", ":29400"], "is not HOST or HOST:PORT"),
     ],
-    ids=["count", "another run", "alone", "loopback", "endpoint"],
+    ids=["alone", "loopback", "endpoint"],
 )
-def test_why_they_do_not_meet(
-    flags: list[str], others: list[str] | None, text: str, three: VirtualNodes, tmp_path: Path
-) -> None:
-    """Each within seconds; the one that does not belong is sent away, and the other waits on."""
-    waiting = agent(three[0], tmp_path, 0, [*at(three[0], "2"), *others], []) if others else None
-    if waiting is not None:
-        await_file(tmp_path / "at-0/runs/latest/keeper.log")
-    newcomer = agent(three[0 if others is None else 1], tmp_path, 1, [*at(three[0], "2"), *flags], [])
-    began = time.monotonic()
-    ((code, _, err),) = ends([newcomer], 30)
-    assert time.monotonic() - began < 20
+def test_why_they_do_not_meet(flags: list[str], text: str, three: VirtualNodes, tmp_path: Path) -> None:
+    """Each within seconds, in a sentence."""
+    ((code, _, err),) = ends([agent(three[0], tmp_path, 0, [*at(three[0], "2"), *flags], [])], 20)
     assert code != 0
-    assert re.search(text, err), err
+    assert text in err
     assert "Traceback" not in err
-    if waiting is not None:
-        assert waiting.poll() is None
-        waiting.send_signal(signal.SIGINT)
-        assert ends([waiting], 30)[0][0] == 130
 
 
-SILENT = "import socket, time; s = socket.create_server(('', 29400)); print('up', flush=True); time.sleep(600)"
-TALKING = """
-import http.server as http
-server = http.HTTPServer(("", 29400), http.SimpleHTTPRequestHandler)
+def test_a_node_that_does_not_belong_is_sent_away(three: VirtualNodes, tmp_path: Path) -> None:
+    """Within seconds; the one that was there first waits on."""
+    waiting = agent(three[0], tmp_path, 0, at(three[0], "2", "--rdzv-id", "a"), [])
+    await_line(waiting, "waiting for 1", "stderr")
+    newcomers = [
+        agent(three[1], tmp_path, 1, at(three[0], "1:2", "--rdzv-id", "a"), []),
+        agent(three[2], tmp_path, 2, at(three[0], "2", "--rdzv-id", "b"), []),
+    ]
+    texts = [r"has --nnodes 1:2, but host node0 \(10.77.0.1\) has 2; give all", "another run uses this port"]
+    for (code, _, err), text in zip(ends(newcomers, 30), texts, strict=True):
+        assert code != 0
+        assert re.search(text, err), err
+        assert "Traceback" not in err
+    assert waiting.poll() is None
+    waiting.send_signal(signal.SIGINT)
+    assert ends([waiting], 30)[0][0] == 130
+
+
+SERVICES = """
+import http.server, socket, threading
+silent = socket.create_server(("", 29411))
+talking = http.server.HTTPServer(("", 29412), http.server.SimpleHTTPRequestHandler)
 print("up", flush=True)
-server.serve_forever()
+talking.serve_forever()
 """
 
 
-@pytest.mark.parametrize("service", [SILENT, TALKING], ids=["silent", "http"])
-@pytest.mark.parametrize("who", [0, 1])
-def test_another_service_on_the_port(service: str, who: int, three: VirtualNodes, tmp_path: Path) -> None:
-    other = three[0].start([sys.executable, "-c", service], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def test_another_service_on_the_port(three: VirtualNodes, tmp_path: Path) -> None:
+    """One that says nothing, and one that says something else; seen from its own machine and from another."""
+    other = three[0].start([sys.executable, "-c", SERVICES], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         await_line(other, "up")
-        ((code, _, err),) = ends([agent(three[who], tmp_path, who, at(three[0], "2"), [])], 30)
+        agents = {}
+        for port in (29411, 29412):
+            (tmp_path / str(port)).mkdir()
+            flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three[0].address}:{port}"]
+            for who in (0, 1):
+                agents[port, who] = agent(three[who], tmp_path / str(port), who, flags, [])
+        outputs = dict(zip(agents, ends(list(agents.values()), 40), strict=True))
     finally:
         other.kill()
         other.communicate()
-    assert code != 0
-    assert "10.77.0.1:29400 answers, but not as a store" in err
-    assert "is another program on that port?" in err
+    for (port, _), (code, _, err) in outputs.items():
+        assert code != 0
+        assert f"10.77.0.1:{port} answers, but not as a store" in err
+        assert "is another program on that port?" in err
 
 
 def test_agents_of_torchrun_are_refused(three: VirtualNodes, tmp_path: Path) -> None:
