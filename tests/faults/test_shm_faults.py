@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -192,27 +193,31 @@ def test_abort_ends_a_wait_on_every_rank(run_ranks: RunRanks) -> None:
         assert seconds < 1
 
 
-def test_an_interrupt_ends_a_wait_at_once(run_ranks: RunRanks) -> None:
-    def check(world: World) -> tuple[str, str, float]:
-        group: Any = dist.new_group()
-        dist.barrier(group)
-        if world.rank == 0:
-            import threading
+def interrupt_a_wait(world: World) -> tuple[str, str, float]:
+    """Rank 0 waits in a collective and hears a signal; rank 1 comes later."""
+    group: Any = dist.new_group()
+    dist.barrier(group)
+    if world.rank == 0:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        started = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except KeyboardInterrupt:
+            return "KeyboardInterrupt", "", time.monotonic() - started
+    time.sleep(0.6)
+    return outcome(lambda: dist.all_reduce(torch.ones(1), group=group))
 
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            started = time.monotonic()
-            try:
-                dist.all_reduce(torch.ones(1), group=group)
-            except KeyboardInterrupt:
-                return "KeyboardInterrupt", "", time.monotonic() - started
-        time.sleep(0.6)
-        return outcome(lambda: dist.all_reduce(torch.ones(1), group=group))
 
-    (name, _, seconds), other = run_ranks(check, 2, backend="shm")
+def expect_an_interrupt(results: list[tuple[str, str, float]]) -> None:
+    (name, _, seconds), other = results
     assert name == "KeyboardInterrupt"
     assert seconds < 0.6
     assert other[0] == "CollectiveAborted"
     assert "rank 0 aborted" in other[1]
+
+
+def test_an_interrupt_ends_a_wait_at_once(run_ranks: RunRanks) -> None:
+    expect_an_interrupt(run_ranks(interrupt_a_wait, 2, backend="shm"))
 
 
 def test_a_signal_handler_that_does_not_raise_disturbs_nothing(run_ranks: RunRanks) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from phalanx.shm.alarm import Alarm
 from phalanx.shm.failures import PeerLost
 from phalanx.world import World
-from tests.faults.test_shm_faults import MISMATCHES, _swap
+from tests.faults.test_shm_faults import MISMATCHES, _swap, expect_an_interrupt, interrupt_a_wait
 from tests.losing import die, outcome, survivors
 from tests.ranks.test_shm_nodes import Place, RunRanks, join_from, on_nodes
 
@@ -217,24 +217,7 @@ def test_a_rank_that_left_and_one_that_aborts(run_ranks: RunRanks) -> None:
 
 
 def test_an_interrupt_ends_a_wait_at_once(run_ranks: RunRanks) -> None:
-    def check(world: World) -> tuple[str, str, float]:
-        group: Any = dist.new_group()
-        dist.barrier(group)
-        if world.rank == 0:
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-            started = time.monotonic()
-            try:
-                dist.all_reduce(torch.ones(1), group=group)
-            except KeyboardInterrupt:
-                return "KeyboardInterrupt", "", time.monotonic() - started
-        time.sleep(0.6)
-        return outcome(lambda: dist.all_reduce(torch.ones(1), group=group))
-
-    (name, _, seconds), other = on_nodes(run_ranks, check, (0, 1))
-    assert name == "KeyboardInterrupt"
-    assert seconds < 0.6
-    assert other[0] == "CollectiveAborted"
-    assert "rank 0 aborted" in other[1]
+    expect_an_interrupt(on_nodes(run_ranks, interrupt_a_wait, (0, 1)))
 
 
 def test_a_forked_child_does_not_hide_an_end() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launch import devices, options
+from phalanx.launch import devices, dryrun, network, options
 from phalanx.launch.spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
 from phalanx.launch.stopping import Stopping
 
@@ -97,6 +97,23 @@ def test_where_nodes_meet(argv: list[str], place: tuple[str, int]) -> None:
     """As torchrun has it."""
     spec = parse("--nnodes", "2", *argv, "x.py")
     assert (spec.master_addr, spec.master_port) == place
+
+
+def test_an_address_of_another_machine_is_none_of_this_one() -> None:
+    with pytest.raises(UsageError, match=r"--local-addr 203\.0\.113\.9 is not an address of this machine"):
+        network.find_route("203.0.113.7", local_addr="203.0.113.9")
+
+
+def test_a_dry_run_shows_the_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = parse("--nnodes", "2", "--master-addr", "10.9.9.9", "--master-port", "1", "x.py")
+    monkeypatch.setattr(network, "find_route", lambda *_: network.Route("10.9.9.9", "10.9.9.1", "eth7"))
+    dryrun.show(spec, {})
+    shown = capsys.readouterr().out
+    assert "eth7, 10.9.9.1 towards 10.9.9.9" in shown
+    assert "GLOO_SOCKET_IFNAME=eth7" in shown
+    monkeypatch.undo()
+    dryrun.show(parse("--nnodes", "2", "--master-addr", "nowhere.invalid", "--master-port", "1", "x.py"), {})
+    assert "the master's name 'nowhere.invalid' cannot be resolved" in capsys.readouterr().out
 
 
 def test_settings_of_the_meeting() -> None:

@@ -219,6 +219,13 @@ def test_a_loader_without_a_length() -> None:
         len(px.track(loader))
 
 
+def test_an_empty_pass_has_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run may go on from the very end of an epoch."""
+    for passes, lines in ((TensorDataset(torch.zeros(0, 1)), 0), (TensorDataset(torch.zeros(1, 1)), 1)):
+        assert len(list(px.track(DataLoader(passes), epoch=0))) == lines
+        assert capsys.readouterr().err.count("epoch 0") == lines
+
+
 def test_the_line_tells_of_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Report(2, 12, 120, 1.0)
     assert describe({0: own}, own, None).startswith("epoch 2, step 12,")

@@ -166,6 +166,8 @@ class Agent:
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
         master = self._company.begin(attempt, self._idle_until)
+        if master is None:
+            return []
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
         name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
         for place in self._company.places():

@@ -165,12 +165,11 @@ class Company:
         nodes = f"{len(sizes)} node{'s' * (len(sizes) > 1)}"
         return f"{ranks} on {nodes} ({share}); this is node {self._own.node}"
 
-    def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
+    def begin(self, attempt: int, loop: Loop) -> tuple[str, int] | None:
+        """None when a node was lost before all knew where."""
         self._master, self._settled, self._told, self.stop_reason = None, None, False, None
         self._channel.send({"op": "attempt", "number": attempt})
         loop(lambda: self._master is not None or bool(self.lost))
-        if self._master is None:
-            raise LaunchError(self.loss())
         return self._master
 
     def places(self) -> list[Placement]:
