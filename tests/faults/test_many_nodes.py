@@ -231,6 +231,7 @@ def test_a_signal_on_one_node_stops_all(who: int, pair: VirtualNodes, tmp_path: 
     assert "SIGINT: stopping the ranks" in outputs[who][2]
     assert outputs[1 - who][0] == 1
     assert f"node {who} (host node{who}) was stopped by SIGINT, and so are all others" in outputs[1 - who][2]
+    assert not any("starting again" in err for _, _, err in outputs)
 
 
 @pytest.mark.parametrize("who", [0, 1])
