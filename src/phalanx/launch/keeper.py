@@ -6,6 +6,8 @@ Each attempt gets a new store on the same socket: a restarted worker cannot meet
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from typing import Any
 
@@ -13,9 +15,13 @@ from phalanx import stores
 from phalanx.launch import orphans
 from phalanx.launch.channel import Channel
 
+_ZYGOTE_SECONDS = 15.0
+"""Longer than it takes for a process that cannot be killed."""
+
 
 def serve(channel: Channel, listener: socket.socket | None, token: str, with_nodes: bool) -> None:
     """Runs until the agent says goodbye or dies."""
+    zygote = os.getppid()
     if with_nodes:
         from phalanx.launch.envoy import Envoy
 
@@ -23,6 +29,10 @@ def serve(channel: Channel, listener: socket.socket | None, token: str, with_nod
     else:
         assert listener is not None
         _serve_workers(channel, listener)
+    # The zygote ends everything, us last. Were both to do it at once, one would kill the other before it has removed
+    # the segments of those that it has killed.
+    if not orphans.is_gone(zygote, _ZYGOTE_SECONDS):
+        os.kill(zygote, signal.SIGKILL)
     orphans.end_all(lambda: orphans.bearers(token))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -114,6 +115,18 @@ def _tidies_up(pid: int) -> bool:
     except OSError:
         return False
     return any(name in command for name in _TIDY_COMMANDS)
+
+
+def is_gone(pid: int, seconds: float) -> bool:
+    """Whether our parent ``pid`` has ended within this time."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return os.getppid() != pid or bool(select.select([pidfd], [], [], seconds)[0])
+    finally:
+        os.close(pidfd)
 
 
 def reap_children() -> dict[int, int]:
