@@ -1,4 +1,4 @@
-"""What stands around a step, in a world of one: metrics, logs, accumulation, precision, the status page, the line."""
+"""What stands around a step, in a world of one: metrics, logs, accumulation, precision, the line."""
 
 from __future__ import annotations
 
@@ -129,34 +129,6 @@ def test_elsewhere_they_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written.getvalue() == "one\ntwo\n"
 
 
-# ---- the status page
-
-
-def test_a_page_is_read_from_outside(tmp_path: Path) -> None:
-    page = status.StatusPage(tmp_path / "rank-0.status")
-    page.beat(2, 3, 17, 544)
-    found = status.read(tmp_path / "rank-0.status")
-    assert found is not None
-    assert (found.epoch, found.step, found.samples, found.phase) == (3, 17, 544, "compute")
-
-
-def test_a_page_that_is_none(tmp_path: Path) -> None:
-    assert status.read(tmp_path / "nothing") is None
-    (tmp_path / "short").write_bytes(b"phx-stat")
-    assert status.read(tmp_path / "short") is None
-    (tmp_path / "other").write_bytes(b"x" * 4096)
-    assert status.read(tmp_path / "other") is None
-
-
-def test_a_page_of_who_died_while_writing(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.status"
-    status.StatusPage(path).beat(1, 1, 1, 1)
-    data = bytearray(path.read_bytes())
-    data[12] |= 1
-    path.write_bytes(data)
-    assert status.read(path) is None
-
-
 # ---- track
 
 
@@ -256,10 +228,10 @@ def test_a_loop_that_is_left_early_says_nothing_and_leaves_nothing(capsys: pytes
 def test_a_line_that_stands_there_gets_its_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(status, "_own", status.StatusPage(tmp_path / "rank-0.status"))
     from phalanx.train import track
 
-    monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(track, "_pages", {})
     monkeypatch.setattr(track, "_LIVE_EVERY", 0.0)
     monkeypatch.setattr(track, "_REPORT_EVERY", 0.0)
     for number in px.track([1, 2, 3], epoch=0):
@@ -270,14 +242,12 @@ def test_a_line_that_stands_there_gets_its_end(
 
 
 def test_a_run_directory_gets_events_and_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.train import track
-
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(track, "_pages", {})
+    monkeypatch.setattr(status, "_own", status.StatusPage(tmp_path / "rank-0.status"))
     for x in px.track([torch.ones(8)] * 3, epoch=2, quiet=True):
         found = status.read(tmp_path / "rank-0.status")
         assert found is not None
-        assert found.phase == "compute"
+        assert found.phase == "forward"
         px.log(loss=x.mean())
     (event,) = [json.loads(line) for line in (tmp_path / "rank-0.events.jsonl").read_text().splitlines()]
     assert {name: event[name] for name in ("event", "epoch", "step", "samples", "values")} == {
@@ -290,7 +260,7 @@ def test_a_run_directory_gets_events_and_a_heartbeat(tmp_path: Path, monkeypatch
     assert 0 <= event["data"] <= event["seconds"]
     found = status.read(tmp_path / "rank-0.status")
     assert found is not None
-    assert (found.phase, found.step) == ("done", 3)
+    assert (found.phase, found.step) == ("other", 3)
 
 
 # ---- accumulate and autocast

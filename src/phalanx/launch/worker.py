@@ -26,11 +26,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from phalanx import status
 from phalanx.events import ErrorRecord, Frame
 from phalanx.launch import boot, orphans, torch_hook
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
+from phalanx.status import layout
 
 _PACKAGE = str(Path(__file__).parent)
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
@@ -115,15 +117,30 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
+    _begin_page(spec)
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, FOR_THE_WORKERS
         )  # what came since the fork is dealt with from here on
         _run_program(spec, fds)
+        _end_page()
     except BaseException as error:
         if os.getpid() == pid:  # a script's own fork may come back here as well
             _end_with(spec, report, error)
         raise
+
+
+def _begin_page(spec: WorkerSpec) -> None:
+    directory = spec.environment.get("PHALANX_RUN_DIR")
+    if directory is not None:
+        status.begin(Path(directory), spec.rank, int(spec.environment["WORLD_SIZE"]))
+
+
+def _end_page() -> None:
+    """The script's last line is behind it; what it has left to be done at exit may still take its time."""
+    page = status.own()
+    if page is not None:
+        page.enter(layout.DONE)
 
 
 def _run_program(spec: WorkerSpec, fds: list[int]) -> None:

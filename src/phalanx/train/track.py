@@ -18,12 +18,12 @@ from phalanx import status
 from phalanx import world as worlds
 from phalanx.comm import clock
 from phalanx.events import EventLog, rank_events_path
+from phalanx.status import layout
 from phalanx.train import log
 from phalanx.train.progress import Board, Line, Report, describe
 
 _T = TypeVar("_T")
 _LIVE_EVERY, _PLAIN_EVERY, _REPORT_EVERY = 0.5, 10.0, 1.0
-_DATA, _COMPUTE, _DONE = 1, 2, 3
 
 _running: list[Track[Any]] = []
 _epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -116,7 +116,7 @@ class _Watch:
 
     def timed(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The loader's batches; what it takes to get one counts as waiting for data."""
-        self._beat(_DATA)
+        self._beat(layout.DATA)
         batches = iter(loader)
         while True:
             self._asked = time.perf_counter()
@@ -125,7 +125,7 @@ class _Watch:
             except StopIteration:
                 return
             yield batch
-            self._beat(_DATA)
+            self._beat(layout.DATA)
             if time.perf_counter() >= self._report_at:
                 self._tell()
 
@@ -134,11 +134,11 @@ class _Watch:
         report.data += time.perf_counter() - self._asked
         report.step += 1
         report.samples += count
-        self._beat(_COMPUTE)
+        self._beat(layout.FORWARD)
 
     def end(self) -> None:
         self._report.ended = True
-        self._beat(_DONE)
+        self._beat(layout.OTHER)
         self._tell()
 
     def close(self) -> None:
@@ -187,7 +187,6 @@ def _fields(report: Report) -> dict[str, Any]:
 
 _numbers = itertools.count()
 """Of the passes in this process: every rank makes the same ones in the same order, so a number names one for all."""
-_pages: dict[int, status.StatusPage] = {}
 
 
 def _run_files(rank: int) -> tuple[EventLog | None, status.StatusPage | None]:
@@ -195,10 +194,7 @@ def _run_files(rank: int) -> tuple[EventLog | None, status.StatusPage | None]:
     directory = os.environ.get("PHALANX_RUN_DIR")
     if not directory or not Path(directory).is_dir():
         return None, None
-    here = os.getpid()
-    if here not in _pages:  # one for the process, whatever it was forked from
-        _pages[here] = status.StatusPage(status.status_path(Path(directory), rank))
-    return EventLog(rank_events_path(Path(directory), rank)), _pages[here]
+    return EventLog(rank_events_path(Path(directory), rank)), status.own()
 
 
 def _batches(loader: Any) -> int | None:

@@ -1,0 +1,67 @@
+"""The layout of a status page: fixed and versioned, so that anybody can read it at any time.
+
+A page is 2,048 words of eight bytes, written without locks and without system calls, and may be read in the middle of
+that. So a record that changes begins and ends with the same number, written first and last, and a reader takes only a
+record where both are equal and that is still the same when it looks again.
+
+| word | what                                                                              |
+| ---- | --------------------------------------------------------------------------------- |
+| 0    | who: magic, version, pid, rank, world size, start                                 |
+| 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
+| 24   | seconds in each phase so far, and in collectives; how many of these have ended    |
+| 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
+| 42   | looks at torch's flight recorder, and how many of them found a collective running |
+| 64   | groups: name, ranks, and how far the flight recorder has seen them                |
+| 384  | ring of the collectives that we record ourselves                                  |
+| 768  | places: lines of the user's code, to which collectives refer by number            |
+| 1792 | the latest collectives of torch's flight recorder                                 |
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+MAGIC = b"phx-stat"
+VERSION = 2
+WORD = 8
+PAGE_WORDS = 2048
+PAGE_BYTES = PAGE_WORDS * WORD
+
+WHO = 0
+LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
+"""A number, the phase, how often it has been written, epoch, step, samples, optimizer steps, since when, the number."""
+SECONDS = 24
+ASKED, ANSWERED, LOOKS, LOOKS_WAITING = 40, 41, 42, 43
+GROUP, GROUPS, GROUP_WORDS = 64, 16, 20
+NAME_BYTES, RANKS_BYTES = 24, 104
+GROUP_RECORD = Struct(f"@Q{NAME_BYTES}s{RANKS_BYTES}sQQQ")
+"""A number, the name, the ranks, last enqueued, last completed, the number."""
+RING, RING_ENTRIES = 384, 32
+ENTRY_WORDS, ENTRY_RECORD = 12, Struct("@QQQQQQdddQ")
+"""A collective: a number, its kind, number in its group, size, peer, place, when queued, started, ended, the number."""
+PLACE, PLACES, PLACE_WORDS = 768, 32, 32
+"""A place is the length of a text, and the text: line, function, file, with a zero between them."""
+FLIGHT, FLIGHT_ENTRIES = 1792, 16
+
+PHASES = ("started", "joining", "data", "forward", "backward", "optimizer", "checkpoint", "other", "done")
+STARTED, JOINING, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, DONE = range(len(PHASES))
+WAITED = SECONDS + len(PHASES)
+"""Seconds in collectives, followed by how many have ended."""
+ENDED = WAITED + 1
+
+OPERATIONS = (
+    *("collective", "all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier", "all_gather", "gather"),
+    *("scatter", "reduce_scatter", "all_to_all", "send", "recv", "init_process_group", "rank_zero_first"),
+)
+"""The first is any that has no name here."""
+DTYPES = (
+    *("", "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("complex64", "complex128", "other"),
+)
+NO_PLACE = 0xFFFF
+NO_PEER = 0xFFFF
+
+
+def kind_of(group: int, op: int, dtype: int) -> int:
+    """The second word of a collective. The lowest byte is 1 when it has failed."""
+    return group << 24 | op << 16 | dtype << 8

@@ -1,0 +1,226 @@
+"""The writing side of a status page. Every write is a store into memory; the end of the process closes it.
+
+A collective of shm may take less than ten microseconds, and this is in the way of every one. So there are no small
+functions here where a call would cost more than what it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+from types import CodeType, FrameType
+
+from phalanx.status import layout
+from phalanx.status.layout import ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+
+_LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
+_pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
+_HERE = str(Path(__file__).parent.parent) + os.sep
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A collective as torch's flight recorder has it, in the page's numbers."""
+
+    kind: int
+    number: int
+    size: int
+    queued_at: float
+    started_at: float
+    ended_at: float
+    place: tuple[str, int, str] | None
+    """File, line, function."""
+    peer: int = NO_PEER
+
+
+class StatusPage:
+    """Of this process."""
+
+    def __init__(self, path: Path, rank: int = 0, world_size: int = 1) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # A store into memory that a full disk cannot hold would kill us, so its blocks are taken now.
+            os.posix_fallocate(fd, 0, layout.PAGE_BYTES)
+            self._page = mmap.mmap(fd, layout.PAGE_BYTES)
+        finally:
+            os.close(fd)
+        self._page[:] = bytes(layout.PAGE_BYTES)  # an earlier attempt's, which somebody may have mapped
+        whole = memoryview(self._page)
+        self._words, self._doubles = whole.cast("Q"), whole.cast("d")
+        self._phase = layout.STARTED
+        self._since = time()
+        self._beats = self._epoch = self._step = self._samples = self._updates = 0
+        self._groups: dict[str, int] = {}
+        self._recorded = self._writes = 0
+        self._places: dict[tuple[int, int], int] = {}
+        self._slots: dict[tuple[str, int, str], int] = {}
+        self._next_slot = itertools.count()
+        self._is_users: dict[int, bool] = {}
+        self._seen: list[CodeType] = []  # kept, so that no other code gets their ids
+        self._not_users = (_HERE, "<frozen", "<string>")
+        self._write_loop()
+        for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
+            self._words[word] = value
+        self._doubles[5] = self._since
+        self._page[: len(layout.MAGIC)] = layout.MAGIC
+
+    # ---- the loop
+
+    def enter(self, phase: int) -> int:
+        """This rank is in this phase from now on; returns the one before."""
+        before, now = self._phase, time()
+        self._doubles[layout.SECONDS + before] += now - self._since
+        self._phase, self._since = phase, now
+        self._write_loop()
+        return before
+
+    def beat(self, phase: int, epoch: int, step: int, samples: int) -> None:
+        """What px.track knows beside the phase."""
+        self._epoch, self._step, self._samples = epoch, step, samples
+        self.enter(phase)
+
+    def stepped(self) -> None:
+        """An optimizer has made a step; told with the next phase."""
+        self._updates += 1
+
+    def _write_loop(self) -> None:
+        self._beats = beats = self._beats + 1
+        phase, epoch, step, samples = self._phase, self._epoch, self._step, self._samples
+        _pack_loop(self._page, _LOOP_AT, beats, phase, beats, epoch, step, samples, self._updates, self._since, beats)
+
+    # ---- groups
+
+    def group(self, name: str, ranks: Sequence[int], enqueued: int | None = None, completed: int | None = None) -> int:
+        """The number by which collectives refer to this group. With many groups, the latest are kept."""
+        slot = self._groups.get(name)
+        if slot is None:
+            slot = len(self._groups) % layout.GROUPS
+            self._groups[name] = slot
+        self._writes += 1
+        # One more than the numbers: zero says that the flight recorder does not see this group.
+        layout.GROUP_RECORD.pack_into(
+            *(self._page, (layout.GROUP + slot * layout.GROUP_WORDS) * WORD, self._writes),
+            *(name.encode()[-layout.NAME_BYTES :], _shortened(ranks).encode()[: layout.RANKS_BYTES]),
+            *(0 if enqueued is None else enqueued + 1, 0 if completed is None else completed + 1, self._writes),
+        )
+        return slot
+
+    def looked(self, is_running: bool) -> None:
+        """At the flight recorder: a share of these looks is a share of the time."""
+        self._words[layout.LOOKS] += 1
+        self._words[layout.LOOKS_WAITING] += is_running
+
+    # ---- collectives
+
+    def begin(self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER) -> int:
+        """A collective that somebody asks for now. Returns what `start` and `end` want to know."""
+        now = time()
+        self._recorded = entry = self._recorded + 1
+        place = self._place(sys._getframe(1))
+        at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
+        _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now * is_running, 0.0, entry)
+        return entry
+
+    def start(self, entry: int) -> None:
+        """It was queued until now."""
+        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
+        if self._words[at] == entry:  # later ones may have taken its place
+            self._doubles[at + 7] = time()
+
+    def end(self, entry: int, seconds: float, has_failed: bool = False) -> None:
+        """``seconds``: that it took, with the waiting for other ranks."""
+        words, doubles = self._words, self._doubles
+        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
+        if words[at] == entry:
+            if has_failed:
+                words[at + 1] |= 1
+            doubles[at + 8] = time()
+        doubles[layout.WAITED] += seconds
+        words[layout.ENDED] += 1
+
+    def fly(self, index: int, seen: Flight | None) -> None:
+        """One of the latest collectives of the flight recorder; None: there are no more."""
+        at = layout.FLIGHT + index * ENTRY_WORDS
+        if seen is None:
+            self._words[at] = 0
+            return
+        self._writes += 1
+        place = NO_PLACE if seen.place is None else self._slot_of(*seen.place)
+        _pack_entry(
+            *(self._page, at * WORD, self._writes, seen.kind, seen.number, seen.size, seen.peer, place),
+            *(seen.queued_at, seen.started_at, seen.ended_at, self._writes),
+        )
+
+    # ---- asking
+
+    def is_asked(self) -> bool:
+        """Whether somebody wants the page to be as new as can be."""
+        return self._words[layout.ASKED] != self._words[layout.ANSWERED]
+
+    def answer(self) -> None:
+        self._words[layout.ANSWERED] = self._words[layout.ASKED]
+
+    # ---- places in the user's code
+
+    def not_users(self, directories: Sequence[str]) -> None:
+        """Code below these is not the user's."""
+        self._not_users += tuple(directories)
+        self._is_users.clear()
+
+    def is_users(self, file: str) -> bool:
+        return not file.startswith(self._not_users)
+
+    def _place(self, frame: FrameType | None) -> int:
+        """The number of the innermost line that is the user's."""
+        is_users = self._is_users
+        while frame is not None:
+            code = frame.f_code
+            known = is_users.get(id(code))  # its hash takes as long as everything else here
+            if known is None:
+                known = is_users[id(code)] = self.is_users(code.co_filename)
+                self._seen.append(code)
+            if known:
+                # Not by line: it takes long to find in a long function.
+                found = self._places.get((id(code), frame.f_lasti))
+                return found if found is not None else self._new_place(code, frame)
+            frame = frame.f_back
+        return NO_PLACE
+
+    def _new_place(self, code: CodeType, frame: FrameType) -> int:
+        slot = self._slot_of(code.co_filename, frame.f_lineno, getattr(code, "co_qualname", code.co_name))
+        self._places[id(code), frame.f_lasti] = slot
+        return slot
+
+    def _slot_of(self, file: str, line: int, function: str) -> int:
+        """With many places, the latest are kept."""
+        place = file, line, function
+        slot = self._slots.get(place)
+        if slot is None:
+            slot = next(self._next_slot) % layout.PLACES
+            for known in (self._slots, self._places):
+                for key in [key for key, taken in known.items() if taken == slot]:
+                    del known[key]  # type: ignore[arg-type]
+            self._slots[place] = slot
+            text = f"{line}\0{function[-60:]}\0{file[-150:]}".encode()[: (layout.PLACE_WORDS - 1) * WORD]
+            at = layout.PLACE + slot * layout.PLACE_WORDS
+            start = (at + 1) * WORD
+            self._page[start : start + len(text)] = text
+            self._words[at] = len(text)
+        return slot
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """0-3,6 for 0, 1, 2, 3, 6."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

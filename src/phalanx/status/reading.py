@@ -1,0 +1,255 @@
+"""The reading side: from the bytes of a page, of a living rank or a dead one, to records."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+from phalanx.status import layout
+
+_TRIES = 100
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of somebody's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group, as one of its ranks knows it."""
+
+    name: str
+    ranks: tuple[int, ...]
+    enqueued: int | None
+    """The number of the last collective that torch's flight recorder has seen asked for; None: not one that it sees."""
+    completed: int | None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One of the last ones of a rank."""
+
+    group: str
+    number: int
+    """In its group; the same on all of its ranks, as long as they ask for the same."""
+    op: str
+    dtype: str
+    """Empty if it carries nothing."""
+    size: int
+    """Elements."""
+    peer: int | None
+    """Of send and recv, in the group's numbers."""
+    state: str
+    """queued, running, done or failed"""
+    queued_at: float
+    started_at: float | None
+    ended_at: float | None
+    place: Place | None
+    """The user's line that asked for it."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.state in ("queued", "running")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank was doing when it last wrote."""
+
+    pid: int
+    rank: int
+    world_size: int
+    started_at: float
+    phase: str
+    since: float
+    """When the phase began: the last sign of life of its loop. All times are seconds since 1970."""
+    epoch: int
+    step: int
+    """In this epoch, counted by px.track."""
+    samples: int
+    updates: int
+    """Steps of optimizers."""
+    beats: int
+    """Grows with everything that the rank writes about its loop."""
+    ended: int
+    """Collectives that have ended, on shm; on other backends, see groups."""
+    waited: float
+    """Seconds in those."""
+    looks: int
+    """At the flight recorder, evenly in time, and how many found a collective running."""
+    looks_waiting: int
+    seconds: Mapping[str, float]
+    """In each phase, up to the beginning of this one."""
+    groups: tuple[Group, ...]
+    collectives: tuple[Collective, ...]
+    """Oldest first."""
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """Changes when the rank gets on: its loop, an optimizer's step, a collective that ends."""
+        return self.beats, self.ended, sum(group.completed or 0 for group in self.groups)
+
+    @property
+    def open_collective(self) -> Collective | None:
+        """The oldest one that has not ended: it is the one that the rank waits in."""
+        return next((collective for collective in self.collectives if collective.is_open), None)
+
+
+def status_path(run_directory: Path, rank: int) -> Path:
+    return run_directory / f"rank-{rank}.status"
+
+
+def read(path: Path) -> Status | None:
+    """What stands in the page; None when there is none, or none of ours."""
+    for _ in range(_TRIES):
+        try:
+            page, again = _Page(path.read_bytes()), _Page(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        if len(page.data) < layout.PAGE_BYTES or page.data[:8] != layout.MAGIC or page.words[1] != layout.VERSION:
+            return None
+        if page.record(layout.LOOP, layout.LOOP_RECORD, again) is not None:
+            return _parsed(page, again)
+    return None  # it died while writing
+
+
+def ask(path: Path, seconds: float) -> bool:
+    """Asks a living rank to bring its page up to date; whether it has answered in time."""
+    with (
+        path.open("r+b") as file,
+        mmap.mmap(file.fileno(), layout.PAGE_BYTES) as page,
+        memoryview(page) as whole,
+        whole.cast("Q") as words,
+    ):
+        words[layout.ASKED] += 1
+        deadline = time.monotonic() + seconds
+        # It looks several times a second; memory has no event to wait for.
+        while words[layout.ASKED] != words[layout.ANSWERED]:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+    return True
+
+
+def from_fields(fields: Mapping[str, Any]) -> Status:
+    """The opposite of dataclasses.asdict, from JSON."""
+    groups = tuple(Group(**{**group, "ranks": tuple(group["ranks"])}) for group in fields["groups"])
+    collectives = tuple(
+        Collective(**{**one, "place": Place(**one["place"]) if one["place"] else None}) for one in fields["collectives"]
+    )
+    return Status(**{**fields, "groups": groups, "collectives": collectives})
+
+
+def to_fields(status: Status) -> dict[str, Any]:
+    return dataclasses.asdict(status)
+
+
+class _Page:
+    """A copy of one."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data[: layout.PAGE_BYTES]
+        whole = memoryview(self.data if len(data) >= layout.PAGE_BYTES else bytes(layout.PAGE_BYTES))
+        self.words, self.doubles = whole.cast("Q"), whole.cast("d")
+
+    def record(self, at: int, shape: Struct, again: _Page) -> tuple[Any, ...] | None:
+        """Without its two numbers; None when it is empty, or was being written."""
+        start = at * layout.WORD
+        found = shape.unpack_from(self.data, start)
+        is_same = self.data[start : start + shape.size] == again.data[start : start + shape.size]
+        return found[1:-1] if is_same and found[0] == found[-1] != 0 else None
+
+
+def _parsed(page: _Page, again: _Page) -> Status:
+    loop = page.record(layout.LOOP, layout.LOOP_RECORD, again)
+    assert loop is not None
+    phase, beats, epoch, step, samples, updates, since = loop
+    pid, rank, world_size = page.words[2:5]
+    seconds = {name: page.doubles[layout.SECONDS + index] for index, name in enumerate(layout.PHASES)}
+    groups = _groups(page, again)
+    collectives = sorted(
+        _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
+        + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
+        key=lambda found: found[:2],
+    )
+    return Status(
+        *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
+        *(epoch, step, samples, updates, beats, page.words[layout.ENDED], page.doubles[layout.WAITED]),
+        *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
+        tuple(collective for _, _, collective in collectives),
+    )
+
+
+def _groups(page: _Page, again: _Page) -> dict[int, Group]:
+    found = {}
+    for slot in range(layout.GROUPS):
+        record = page.record(layout.GROUP + slot * layout.GROUP_WORDS, layout.GROUP_RECORD, again)
+        if record is not None:
+            name, ranks, enqueued, completed = record
+            found[slot] = Group(
+                _text(name),
+                _spread(_text(ranks)),
+                enqueued - 1 if enqueued else None,
+                completed - 1 if completed else None,
+            )
+    return found
+
+
+def _collectives(
+    page: _Page, again: _Page, groups: dict[int, Group], first: int, count: int
+) -> list[tuple[float, int, Collective]]:
+    """With what they are sorted by: a clock may stand still between two of them."""
+    found = []
+    for at in range(first, first + count * layout.ENTRY_WORDS, layout.ENTRY_WORDS):
+        record = page.record(at, layout.ENTRY_RECORD, again)
+        if record is None:
+            continue
+        kind, number, size, peer, place, queued, started, ended = record
+        group = groups.get(kind >> 24)
+        state = ("failed" if kind & 1 else "done") if ended else "running" if started else "queued"
+        collective = Collective(
+            *(group.name if group else "", number),
+            *(layout.OPERATIONS[kind >> 16 & 0xFF], layout.DTYPES[kind >> 8 & 0xFF], size),
+            *(peer if peer != layout.NO_PEER else None, state, queued, started or None, ended or None),
+            _place(page, place),
+        )
+        found.append((queued, page.words[at], collective))
+    return found
+
+
+def _place(page: _Page, slot: int) -> Place | None:
+    if slot >= layout.PLACES:
+        return None
+    at = layout.PLACE + slot * layout.PLACE_WORDS
+    start = (at + 1) * layout.WORD
+    line, _, rest = page.data[start : start + page.words[at]].decode(errors="replace").partition("\0")
+    function, _, file = rest.partition("\0")
+    return Place(file, int(line), function) if line.isdigit() else None
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def _spread(text: str) -> tuple[int, ...]:
+    """The opposite of the page's short form; what was cut off at its end is left out."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (not last or last.isdigit()):
+            ranks += range(int(first), int(last or first) + 1)
+    return tuple(ranks)

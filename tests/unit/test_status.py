@@ -1,0 +1,210 @@
+"""The status page: what is written is read, from outside, at any moment, in the middle of writing too."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from phalanx import status
+from phalanx.status import layout
+from phalanx.status.page import Flight, StatusPage
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "rank-3.status"
+
+
+def found_at(path: Path) -> status.Status:
+    found = status.read(path)
+    assert found is not None
+    return found
+
+
+def all_reduce(page: StatusPage, group: int, number: int, is_running: bool = True) -> int:
+    return page.begin(layout.kind_of(group, 1, 1), number, 1000, is_running)
+
+
+def test_the_loop(path: Path) -> None:
+    page = StatusPage(path, 3, 4)
+    page.beat(layout.DATA, 3, 17, 544)
+    page.stepped()
+    page.enter(layout.BACKWARD)
+    found = found_at(path)
+    assert (found.rank, found.world_size, found.epoch, found.step, found.samples) == (3, 4, 3, 17, 544)
+    assert (found.phase, found.updates) == ("backward", 1)
+    assert set(found.seconds) == set(status.PHASES)
+    assert found.seconds["data"] > 0
+    assert found.seconds["backward"] == 0
+
+
+def test_collectives(path: Path) -> None:
+    page = StatusPage(path)
+    group = page.group("0", [0, 1, 2, 5, 7, 8])
+    done = all_reduce(page, group, 1)
+    page.end(done, 0.25)
+    failed = page.begin(layout.kind_of(group, 12, 4), 2, 5, peer=7)
+    page.end(failed, 0.5, has_failed=True)
+    running = all_reduce(page, group, 3)
+    queued = all_reduce(page, group, 4, is_running=False)
+    found = found_at(path)
+    assert found.groups == (status.Group("0", (0, 1, 2, 5, 7, 8), None, None),)
+    assert [(one.number, one.state) for one in found.collectives] == [
+        *((1, "done"), (2, "failed"), (3, "running"), (4, "queued")),
+    ]
+    second, third = found.collectives[1:3]
+    assert (second.op, second.dtype, second.size, second.peer) == ("recv", "bfloat16", 5, 7)
+    assert found.open_collective == third
+    assert (found.ended, found.waited) == (2, 0.75)
+    assert third.place == status.Place(__file__, all_reduce.__code__.co_firstlineno + 1, "all_reduce")
+    page.end(running, 0.0)
+    page.start(queued)
+    assert [one.state for one in found_at(path).collectives[2:]] == ["done", "running"]
+
+
+def test_the_ring_keeps_the_latest_and_an_old_one_changes_nothing(path: Path) -> None:
+    page = StatusPage(path)
+    group = page.group("0", [0])
+    first = all_reduce(page, group, 0, is_running=False)
+    for number in range(1, 101):
+        page.end(all_reduce(page, group, number), 0.0)
+    page.start(first)
+    page.end(first, 1.0)
+    found = found_at(path)
+    assert [one.number for one in found.collectives] == list(range(101 - layout.RING_ENTRIES, 101))
+    assert all(one.state == "done" for one in found.collectives)
+    assert found.ended == 101
+
+
+def test_places_are_used_again(path: Path) -> None:
+    """More lines than there is room for: the latest have the right one."""
+    page = StatusPage(path)
+    group = page.group("0", [0])
+    lines = "\n".join("begin()" for _ in range(100))
+    exec(compile(lines, "/somewhere/train.py", "exec"), {"begin": lambda: all_reduce(page, group, 0)})
+    exec(
+        compile(lines, "/elsewhere/train.py", "exec"), {"begin": lambda: page.begin(layout.kind_of(group, 1, 1), 0, 1)}
+    )
+    # The second lambda is this file's too, so that every entry is a line of this test: what counts is the innermost.
+    assert all(one.place is not None and one.place.file == __file__ for one in found_at(path).collectives)
+    page.not_users([__file__])
+    exec(compile(lines, "/elsewhere/train.py", "exec"), {"begin": lambda: all_reduce(page, group, 0)})
+    assert [str(one.place) for one in found_at(path).collectives] == [f"train.py:{line}" for line in range(69, 101)]
+
+
+def test_the_flight_recorders(path: Path) -> None:
+    page = StatusPage(path)
+    group = page.group("2", range(4), enqueued=7, completed=6)
+    kind = layout.kind_of(group, 2, 1)
+    page.fly(0, Flight(kind, 7, 12, 100.0, 100.5, 0.0, ("/a/train.py", 12, "step")))
+    page.fly(1, None)
+    before = found_at(path).progress
+    found = found_at(path)
+    assert found.groups == (status.Group("2", (0, 1, 2, 3), 7, 6),)
+    (only,) = found.collectives
+    assert (only.group, only.number, only.op, only.state, str(only.place)) == (
+        "2",
+        7,
+        "broadcast",
+        "running",
+        "train.py:12",
+    )
+    page.group("2", range(4), enqueued=7, completed=6)
+    page.looked(is_running=True)
+    assert found_at(path).progress == before, "looking is not progress"
+    page.group("2", range(4), enqueued=7, completed=7)
+    page.fly(0, None)
+    assert found_at(path).progress != before
+    assert found_at(path).collectives == ()
+
+
+def test_asking(path: Path) -> None:
+    page = StatusPage(path)
+    assert not page.is_asked()
+    assert not status.ask(path, 0.01), "nobody answers"
+    assert page.is_asked()
+
+    def answer() -> None:
+        while not page.is_asked():
+            pass
+        page.answer()
+
+    page.answer()
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert status.ask(path, 10.0)
+    thread.join()
+
+
+def test_as_json(path: Path) -> None:
+    page = StatusPage(path)
+    all_reduce(page, page.group("0", [0, 1]), 1)
+    found = found_at(path)
+    assert status.from_fields(json.loads(json.dumps(status.to_fields(found)))) == dataclasses.replace(found)
+
+
+def test_what_is_no_page(path: Path) -> None:
+    assert status.read(path) is None
+    path.write_bytes(b"phx-stat")
+    assert status.read(path) is None
+    path.write_bytes(b"x" * layout.PAGE_BYTES)
+    assert status.read(path) is None
+    StatusPage(path)
+    data = bytearray(path.read_bytes())
+    data[8] += 1
+    path.write_bytes(data)
+    assert status.read(path) is None, "another version"
+
+
+def test_who_died_while_writing(path: Path) -> None:
+    """A record whose ends differ is left out; without the loop's there is nothing to say."""
+    page = StatusPage(path)
+    group = page.group("0", [0])
+    all_reduce(page, group, 1)
+    all_reduce(page, group, 2)
+    whole = path.read_bytes()
+    torn = bytearray(whole)
+    torn[(layout.RING + layout.ENTRY_WORDS) * 8] += 1
+    path.write_bytes(torn)
+    assert [one.number for one in found_at(path).collectives] == [2]
+    torn = bytearray(whole)
+    torn[layout.LOOP * 8] += 1
+    path.write_bytes(torn)
+    assert status.read(path) is None
+
+
+def test_reading_while_writing(path: Path) -> None:
+    """Every record that is found was written like that."""
+    page = StatusPage(path)
+    group = page.group("0", [0])
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            page.end(page.begin(layout.kind_of(group, 1, 1), number, number), 0.0)
+            page.beat(layout.DATA, number, number, number)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(200):
+            found = found_at(path)
+            assert found.epoch == found.step == found.samples
+            assert all(one.number == one.size for one in found.collectives)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_where_no_page_can_be_a_rank_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_own", None)
+    status.begin(Path("/dev/full"), 0, 1)
+    assert status.own() is None
+    status.begin(tmp_path, 0, 1)
+    assert status.own() is not None
