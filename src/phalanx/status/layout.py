@@ -47,7 +47,7 @@ PHASES = ("started", "joining", "data", "forward", "backward", "optimizer", "che
 STARTED, JOINING, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, DONE = range(len(PHASES))
 WAITED = SECONDS + len(PHASES)
 """Seconds in collectives, followed by how many have ended."""
-ENDED = WAITED + 1
+ENDED, ENDED_RECORD = WAITED + 1, Struct("@dQ")
 
 OPERATIONS = (
     *("collective", "all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier", "all_gather", "gather"),
