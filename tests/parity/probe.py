@@ -136,8 +136,8 @@ def main():
     facts |= {
         "torch threads": torch.get_num_threads(),
         "pools": pools(),
-        # A spawned worker of a loader imports torch again: once, in the script's rank 0, is enough.
-        "loaders": loaders() if os.environ["RANK"] == "0" and __spec__ is None else None,
+        # A spawned worker of a loader imports torch again: once, in the forked script's rank 0, is enough.
+        "loaders": loaders() if os.environ["RANK"] == "0" and __spec__ is None and OUT.endswith("fork") else None,
         "parent process": str(multiprocessing.parent_process()),
         "process name": multiprocessing.current_process().name,
         "torch file": torch.__file__,
