@@ -52,6 +52,7 @@ def descriptors():
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
+        target = target.replace(os.environ["PHALANX_RUN_DIR"], "the run directory")
         kinds.append(target.split(":")[0] if ":" in target else target)
     return kinds
 
