@@ -55,7 +55,8 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev
-	MOMENTS=200 $(BIN)/python -m pytest tests/faults/test_checkpoint_kills.py tests/faults/test_shm_kills.py
+	MOMENTS=200 $(BIN)/python -m pytest \
+		tests/faults/test_checkpoint_kills.py tests/faults/test_shm_kills.py tests/ranks/test_shm_programs.py
 	$(BIN)/python tests/native/stress.py --seconds 60
 
 suite: $(VENV)/ready-dev
