@@ -18,7 +18,7 @@ demo-fault: $(VENV)/ready-demo
 	PYTHON=$(BIN)/python examples/survive.sh
 
 test: check mpirun sshd
-	$(BIN)/python -m pytest -m "not alone" -n 3
+	$(BIN)/python -m pytest -m "not alone" -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/ready-dev
@@ -56,7 +56,8 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev
-	MOMENTS=200 $(BIN)/python -m pytest tests/faults/test_checkpoint_kills.py
+	MOMENTS=200 $(BIN)/python -m pytest \
+		tests/faults/test_checkpoint_kills.py tests/faults/test_shm_kills.py tests/ranks/test_shm_programs.py
 	$(BIN)/python tests/native/stress.py --seconds 60
 
 suite: $(VENV)/ready-dev

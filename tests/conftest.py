@@ -28,20 +28,22 @@ REPOSITORY = Path(__file__).parents[1]
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
-# Tests with limits of about a second. `make test` runs them one after the other, and the rest in two processes.
-_ALONE = ("faults/test_faults.py", "faults/test_shm", "ranks/test_run.py")
+# Files of tests with limits of about a second. `make test` runs those one after the other, and the rest beside each
+# other. Tests of these files that have no such limit are marked `in_company`; of other files, those that have, `alone`.
+_ALONE = ("faults/test_faults.py", "faults/test_shm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = item.path.relative_to(REPOSITORY / "tests").as_posix()
-        if path.startswith(_ALONE):
+        if path.startswith(_ALONE) and item.get_closest_marker("in_company") is None:
             item.add_marker("alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
     config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
+    config.addinivalue_line("markers", "in_company: has no limits of time, although most tests of its file do")
     if "PYTEST_XDIST_WORKER" in os.environ:
         global _is_shared_memory_ours
         _is_shared_memory_ours = _have_shared_memory_of_our_own()

@@ -32,7 +32,7 @@ from phalanx.join import Claim, Meeting
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
-_MOMENTS = int(os.environ.get("MOMENTS", "60"))
+_MOMENTS = int(os.environ.get("MOMENTS", "24"))
 """At which the ranks are killed, one after the other; `make stress` takes 200."""
 
 

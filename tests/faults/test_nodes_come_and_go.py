@@ -156,21 +156,19 @@ talking.serve_forever()
 
 
 def test_another_service_on_the_port(three: VirtualNodes, tmp_path: Path) -> None:
-    """One that says nothing, and one that says something else; seen from its own machine and from another."""
+    """One that says nothing, seen from its own machine, and one that says something else, seen from another."""
     other = three[0].start([sys.executable, "-c", SERVICES], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         await_line(other, "up")
         agents = {}
-        for port in (29411, 29412):
-            (tmp_path / str(port)).mkdir()
+        for who, port in enumerate((29411, 29412)):
             flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three[0].address}:{port}"]
-            for who in (0, 1):
-                agents[port, who] = agent(three[who], tmp_path / str(port), who, flags, [])
+            agents[port] = agent(three[who], tmp_path, who, flags, [])
         outputs = dict(zip(agents, ends(list(agents.values()), 40), strict=True))
     finally:
         other.kill()
         other.communicate()
-    for (port, _), (code, _, err) in outputs.items():
+    for port, (code, _, err) in outputs.items():
         assert code != 0
         assert f"10.77.0.1:{port} answers, but not as a store" in err
         assert "is another program on that port?" in err

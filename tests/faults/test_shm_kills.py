@@ -20,8 +20,9 @@ from phalanx import errors
 from phalanx.shm import ShmGroup
 
 RANKS = 3
-KILLS = 40
-STOPS = 12
+KILLS = int(os.environ.get("MOMENTS", "16"))
+"""Moments, one after the other; `make stress` takes 200."""
+STOPS = KILLS // 4
 
 
 def segments() -> list[str]:

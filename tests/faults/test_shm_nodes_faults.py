@@ -27,6 +27,7 @@ from tests.ranks.test_shm_nodes import Place, RunRanks, join_from, on_nodes
 # ---- ranks that disagree
 
 
+@pytest.mark.in_company
 def test_mismatches(run_ranks: RunRanks) -> None:
     """Between two nodes of one rank; each in a world of its own, for it breaks it."""
     kinds = ("operation", "operator", "size", "split")
@@ -51,6 +52,7 @@ def test_mismatches(run_ranks: RunRanks) -> None:
             assert seconds < 5
 
 
+@pytest.mark.in_company
 def test_a_mismatch_is_known_on_every_node(run_ranks: RunRanks) -> None:
     culprits = (1, 2)
 
@@ -128,6 +130,7 @@ def test_a_killed_rank(victim: int, how: str) -> None:
         assert seconds < 0.3 + 2.0
 
 
+@pytest.mark.in_company
 def test_the_only_rank_of_a_node_is_killed() -> None:
     """Nobody is left there to say who it was."""
     results = lose(lose_a_rank, (0, 1, 1, 2), 3, "on the rails")

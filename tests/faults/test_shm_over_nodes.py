@@ -18,7 +18,7 @@ import pytest
 from phalanx.testing import VirtualNodes, virtual_nodes
 from tests.faults.test_many_nodes import at, await_line
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
+pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root"), pytest.mark.in_company]
 
 TRAIN = """
 import json, os, psutil, signal, torch, torch.distributed as dist, phalanx as px

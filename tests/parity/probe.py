@@ -52,6 +52,7 @@ def descriptors():
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
+        target = target.replace(os.environ["PHALANX_RUN_DIR"], "the run directory")
         kinds.append(target.split(":")[0] if ":" in target else target)
     return kinds
 
@@ -136,8 +137,8 @@ def main():
     facts |= {
         "torch threads": torch.get_num_threads(),
         "pools": pools(),
-        # A spawned worker of a loader imports torch again: once, in the script's rank 0, is enough.
-        "loaders": loaders() if os.environ["RANK"] == "0" and __spec__ is None else None,
+        # A spawned worker of a loader imports torch again: once, in the forked script's rank 0, is enough.
+        "loaders": loaders() if os.environ["RANK"] == "0" and __spec__ is None and OUT.endswith("fork") else None,
         "parent process": str(multiprocessing.parent_process()),
         "process name": multiprocessing.current_process().name,
         "torch file": torch.__file__,

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch.devices import usable_cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 PROBE = Path(__file__).with_name("probe.py")
-RANKS = 2
 # Against plain `python script.py`: what a launcher changes on purpose.
 CHANGED_BY_A_LAUNCHER = {
     *("environment", "torch threads", "stdin", "stdout", "stderr", "session leader", "descriptors", "faulthandler"),
@@ -22,7 +22,7 @@ CHANGED_BY_A_LAUNCHER = {
 }
 
 
-def probe(phalanx: Runner, tmp_path: Path, method: str, *how: str, flags: tuple[str, ...] = ()) -> list[dict]:
+def probe(phalanx: Runner, tmp_path: Path, method: str, ranks: int, *how: str) -> list[dict]:
     out = tmp_path / method
     stdin = tmp_path / "stdin.txt"
     stdin.write_text("a line\n")
@@ -30,10 +30,9 @@ def probe(phalanx: Runner, tmp_path: Path, method: str, *how: str, flags: tuple[
         outcome = phalanx(
             "run",
             "--nproc-per-node",
-            str(RANKS),
+            str(ranks),
             "--start-method",
             method,
-            *flags,
             *how,
             str(out),
             "--lr",
@@ -41,20 +40,26 @@ def probe(phalanx: Runner, tmp_path: Path, method: str, *how: str, flags: tuple[
             stdin=file,
         )
     assert outcome.code == 0, outcome.err
-    for rank in range(RANKS):
-        printed = [line for line in outcome.lines if line.startswith(f"[rank {rank}]")]
-        assert [line.partition("] ")[2] for line in printed] == ["probed", "thread ran", "atexit ran"]
-    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(RANKS)]
+    for rank in range(ranks):
+        own = [line for line in outcome.lines if ranks == 1 or line.startswith(f"[rank {rank}]")]
+        assert [line.rpartition("] ")[2] for line in own] == ["probed", "thread ran", "atexit ran"]
+    return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("kind", ["script", "module"])
-def test_the_same_probe_both_ways(kind: str, phalanx: Runner, tmp_path: Path) -> None:
+BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("script", 2), ("module", 1)], ids=["script", "module"])
+def test_the_same_probe_both_ways(kind: str, ranks: int, phalanx: Runner, tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     shutil.copy(PROBE, tmp_path / "pkg" / "probe.py")
     how = ["-m", "pkg.probe"] if kind == "module" else ["pkg/probe.py"]
-    forked = probe(phalanx, tmp_path, "fork", *how)
-    fresh = probe(phalanx, tmp_path, "exec", *how)
+    forked = probe(phalanx, tmp_path, "fork", ranks, *how)
+    fresh = probe(phalanx, tmp_path, "exec", ranks, *how)
+    if kind == "script":
+        assert forked[0]["facts"].pop("loaders") == {"fork": BATCHES, "spawn": BATCHES}
+        assert fresh[0]["facts"].pop("loaders") is None
     for ours, theirs in zip(forked, fresh, strict=True):
         # The two probes share one standard input, so only one of the ranks can read the line.
         for facts in (ours["facts"], theirs["facts"]):
@@ -63,9 +68,10 @@ def test_the_same_probe_both_ways(kind: str, phalanx: Runner, tmp_path: Path) ->
         assert not differing, {name: (ours["facts"].get(name), theirs["facts"][name]) for name in differing}
     numbers = [number for result in (*forked, *fresh) for number in result["random"]["random"]]
     assert len(set(numbers)) == len(numbers), "random states must differ between processes"
-    assert len({result["random"]["authkey"] for result in (*forked, *fresh)}) == 2 * RANKS
+    assert len({result["random"]["authkey"] for result in (*forked, *fresh)}) == 2 * ranks
     if kind == "script":
         plain = plain_probe(tmp_path, how[0])
+        assert plain.pop("loaders") is None
         differing = {
             name for name in plain if name not in CHANGED_BY_A_LAUNCHER and forked[0]["facts"][name] != plain[name]
         }
@@ -137,42 +143,52 @@ def test_every_end_is_the_same_both_ways(phalanx: Runner, script, tmp_path: Path
     assert len(set(causes["fork"])) == len(ends) - 1
 
 
-def test_settings_made_before_the_import_are_heard(phalanx: Runner, script) -> None:
+def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runner, script) -> None:
+    """One run for each way of starting, in which every rank looks at something else."""
     name = script(
         """
-        import os
-        os.environ["OMP_NUM_THREADS"] = "1" if os.environ["RANK"] == "0" else "5"
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        import torch
-        print(torch.get_num_threads(), torch.distributed.get_debug_level().name)
+        import os, sys
+        rank = int(os.environ["RANK"])
+        if rank < 2:  # set before the import
+            os.environ["OMP_NUM_THREADS"] = "15"[rank]
+            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+            import torch
+            print(torch.get_num_threads(), torch.distributed.get_debug_level().name)
+        elif rank == 2:  # numpy's threads are those of a fresh process
+            import numpy
+            numpy.ones((300, 300)) @ numpy.ones((300, 300))
+            print(len(os.listdir("/proc/self/task")))
+        elif sys.argv[1] == "fork":  # where torch is loaded already, this is of no use
+            os.environ["KMP_AFFINITY"] = "none"
+            import torch
         """
     )
     forked, fresh = (
-        by_rank(phalanx("run", "--nproc-per-node", "2", "--start-method", method, name)) for method in ("fork", "exec")
+        phalanx(
+            *("run", "--nproc-per-node", "4", "--start-method", method, name, method),
+            env={"OMP_NUM_THREADS": str(usable_cores())},
+        )
+        for method in ("fork", "exec")
     )
-    assert forked == fresh
-    assert [line.endswith(" DETAIL") for lines in forked.values() for line in lines] == [True, True]
+    assert by_rank(forked) == by_rank(fresh)
+    assert [by_rank(forked)[rank][0].endswith(" DETAIL") for rank in (0, 1)] == [True, True]
+    assert (forked.code, fresh.code) == (0, 0)
+    (late,) = [line for line in forked.told if "KMP_AFFINITY" in line]
+    assert late.startswith("[rank 3] ")
+    assert "--start-method exec" in late
 
 
-def test_a_setting_that_comes_too_late_is_said(phalanx: Runner, script) -> None:
-    name = script("import os; os.environ['KMP_AFFINITY'] = 'none'; import torch")
-    outcome = phalanx("run", name)
-    assert outcome.code == 0
-    assert "KMP_AFFINITY" in outcome.err
-    assert "--start-method exec" in outcome.err
-
-
-def test_numpys_threads_are_those_of_a_fresh_process(phalanx: Runner, script) -> None:
-    name = script(
-        "import numpy, os; (numpy.ones((300, 300)) @ numpy.ones((300, 300))); print(len(os.listdir('/proc/self/task')))"
-    )
-    counts = [phalanx("run", "--start-method", method, name).out for method in ("fork", "exec")]
-    assert counts[0] == counts[1]
-
-
-def test_a_module_beside_the_script_that_shadows_torchs_is_imported(phalanx: Runner, script) -> None:
+def test_modules_beside_the_script_are_preloaded_and_shadow_torchs(phalanx: Runner, script) -> None:
+    script("import os; pid = os.getpid(); print('loaded')", name="heavy.py")
     script("answer = 42", name="sympy.py")
-    assert phalanx("run", script("import sympy; print(sympy.answer)")).out == "42\n"
+    name = script(
+        """
+        import sys; assert 'heavy' not in sys.modules
+        import heavy, os, sympy; print(heavy.pid != os.getpid(), sympy.answer)
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "2", "--preload", "heavy", name)
+    assert sorted(outcome.lines) == ["[rank 0] True 42", "[rank 1] True 42", "loaded"], outcome.err
     script("import sys; answer = 43", name="numpy.py")
     outcome = phalanx("run", script("import numpy; print(numpy.answer)"))
     assert outcome.out == "43\n", outcome.err
@@ -180,13 +196,6 @@ def test_a_module_beside_the_script_that_shadows_torchs_is_imported(phalanx: Run
     refused = phalanx("run", "--start-method", "fork", script("print('no')"))
     assert refused.code != 0
     assert "--start-method fork is not possible" in refused.err
-
-
-def test_preload(phalanx: Runner, script) -> None:
-    script("import os; pid = os.getpid(); print('loaded')", name="heavy.py")
-    name = script("import sys; assert 'heavy' not in sys.modules; import heavy, os; print(heavy.pid != os.getpid())")
-    outcome = phalanx("run", "--nproc-per-node", "2", "--preload", "heavy", name)
-    assert sorted(outcome.lines) == ["[rank 0] True", "[rank 1] True", "loaded"], outcome.err
 
 
 def test_a_preload_that_starts_threads_falls_back_to_exec(phalanx: Runner, script) -> None:
@@ -245,8 +254,10 @@ def test_run_path_and_directories_and_zip_files(phalanx: Runner, script, tmp_pat
     script("import sys; print(__name__, sys.argv[1:])", name="app/__main__.py")
     assert phalanx("run", "app", "x").out == "__main__ ['x']\n"
     shutil.make_archive(str(tmp_path / "zipped"), "zip", tmp_path / "app")
-    assert phalanx("run", "zipped.zip", "y").out == "__main__ ['y']\n"
-    assert phalanx("run", "--run-path", str(tmp_path / "app" / "__main__.py"), "z").out == "__main__ ['z']\n"
+    # The same function runs them all, in a forked worker and in a fresh one.
+    path = str(tmp_path / "app" / "__main__.py")
+    assert phalanx("run", *WITHOUT_TORCH, "zipped.zip", "y").out == "__main__ ['y']\n"
+    assert phalanx("run", *WITHOUT_TORCH, "--run-path", path, "z").out == "__main__ ['z']\n"
 
 
 def test_another_interpreter(phalanx: Runner, script, tmp_path: Path) -> None:

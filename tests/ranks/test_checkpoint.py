@@ -99,8 +99,8 @@ def train(world: World, path: str, until: int, every: int, begin: int | None) ->
 def test_a_run_that_goes_on_is_the_same_bit_for_bit(run_ranks: RunRanks, tmp_path: Path) -> None:
     """From within an epoch of 15 steps, and from its end."""
     whole = run_ranks(seeded(train), 2, str(tmp_path / "whole"), 20, 100, None)
-    run_ranks(seeded(train), 2, str(tmp_path / "run"), 15, 1, None)
-    for begin in (7, 15):
+    run_ranks(seeded(train), 2, str(tmp_path / "run"), 15, 5, None)
+    for begin in (5, 15):
         rest = run_ranks(unseeded(train), 2, str(tmp_path / "run"), 20, 100, begin)
         for (seen, losses, weights, rates), (*later, later_weights, later_rates) in zip(whole, rest, strict=True):
             assert later == [seen[-len(later[0]) :], losses[begin:]]

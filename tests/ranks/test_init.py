@@ -78,25 +78,15 @@ def on_port(port: int | None = None) -> str:
     return f"tcp://127.0.0.1:{port or free_port()}"
 
 
-def run_plainly(tmp_path: Path, *variables: dict[str, str]) -> list[str]:
-    """Plain interpreters with these variables; what each printed."""
-    (tmp_path / "train.py").write_text(JOIN)
-    processes = [start("train.py", cwd=tmp_path, env=env) for env in variables]
-    try:
-        return [process.communicate(timeout=40)[0].strip() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def test_nothing_at_all_is_a_world_of_one(tmp_path: Path) -> None:
-    assert run_plainly(tmp_path, {}) == ["0 1 1 single"]
+    """A plain interpreter."""
+    (tmp_path / "train.py").write_text(JOIN)
+    assert start("train.py", cwd=tmp_path).communicate(timeout=40)[0] == "0 1 1 single\n"
 
 
-def test_variables_set_by_hand(tmp_path: Path) -> None:
+def test_variables_set_by_hand(run_ranks: RunRanks) -> None:
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-    out = run_plainly(tmp_path, {"RANK": "0", **common}, {"RANK": "1", **common})
+    out, _ = together(run_ranks, *(Part(env={"RANK": str(rank), **common}) for rank in range(2)))
     assert out == ["0 2 3 torchrun", "1 2 3 torchrun"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from torch.distributed import ReduceOp
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
+PROGRAMS = int(os.environ.get("MOMENTS", "4"))
+"""`make stress` takes 200."""
 RANKS = 4
 GROUPS = ((0, 1, 2, 3), (0, 2), (1, 2, 3))
 OPERATIONS = (
@@ -95,7 +98,7 @@ def play_all(world: World, program: list[Step], backend: str) -> list[list[Tenso
     return written
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=PROGRAMS, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(STEPS, min_size=1, max_size=20))
 def test_random_programs(program: list[Step], run_ranks: RunRanks) -> None:
     def compare(world: World) -> list[int]:
