@@ -28,8 +28,8 @@ def real_reason(error: BaseException) -> BaseException:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     except RuntimeError as reason:  # it was on its way
         return reason.with_traceback(error.__traceback__)
-    lost = isinstance(error, ConnectionError | EOFError) or "exited unexpectedly" in str(error)
-    reason = _killed_loader(error) if lost else None
+    is_vague = type(error) is RuntimeError and "exited unexpectedly" in str(error)
+    reason = _killed_loader(error) if is_vague or isinstance(error, ConnectionError | EOFError) else None
     if reason is None:
         return error
     reason.__context__ = error
