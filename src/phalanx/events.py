@@ -191,8 +191,9 @@ def find_run(text: str | None, environ: Mapping[str, str] = os.environ) -> Path:
 
 def _latest(base: Path) -> Path | None:
     """Of the runs below it, by the link, or where there can be none by the names, which begin with the date."""
-    if (base / "latest" / RUN_FILE).exists():
-        return base / (base / "latest").readlink()
+    latest = base / "latest"
+    if latest.is_symlink() and (latest / RUN_FILE).exists():
+        return base / latest.readlink()
     runs = sorted(path.parent for path in base.glob(f"[0-9]*/{RUN_FILE}"))
     return runs[-1] if runs else None
 

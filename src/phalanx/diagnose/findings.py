@@ -40,6 +40,8 @@ def is_consequence(error: ErrorRecord) -> bool:
     """Whether this error says no more than that another rank went away."""
     if error.type.rpartition(".")[2] in _CONSEQUENCE_TYPES:
         return True
+    if error.message.startswith("Caught "):  # by a DataLoader's worker, which is connected with no other rank
+        return False
     return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
 
 
@@ -65,10 +67,10 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
 
 
 def _is_alike(one: Ending, other: Ending) -> bool:
-    """The same exception from the same line, or killed by the kernel for the same reason."""
+    """The same exception from the same line, the same crash there, or killed by the kernel for the same reason."""
     if one.out_of_memory or other.out_of_memory:
         return one.out_of_memory is not None and other.out_of_memory is not None and one.host == other.host
     if one.error is None or other.error is None:
-        return False
+        return one.signal == other.signal and one.crash == other.crash != ()
     places = [(error.type, [(frame.file, frame.line) for frame in error.frames]) for error in (one.error, other.error)]
     return places[0] == places[1]

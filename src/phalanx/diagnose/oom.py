@@ -106,13 +106,15 @@ def shortage(before: Look, after: Look) -> Shortage | None:
     return Shortage(new_kills - old_kills, after.machine_memory, "")
 
 
-def killed_by_log(pids: Collection[int], log: Path = Path("/dev/kmsg")) -> dict[int, int]:
+def killed_by_log(
+    pids: Collection[int], log: Path = Path("/dev/kmsg"), namespace: Path = Path("/proc/self/ns/pid")
+) -> dict[int, int]:
     """Which of these processes the kernel's log names as killed for memory, and their bytes in memory then.
 
     Empty where the log cannot be read, or speaks of the pids of another namespace.
     """
     try:
-        if Path("/proc/self/ns/pid").readlink() != _FIRST_PID_NAMESPACE:
+        if namespace.readlink() != _FIRST_PID_NAMESPACE:
             return {}
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

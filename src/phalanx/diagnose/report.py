@@ -35,8 +35,8 @@ def failure_block(
     if attempts > 1:
         where.append(f"attempt {attempts}")
     lines += ["  " + ", ".join(where), *told]
-    lines += [_clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
-    lines += [_clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
+    lines += [clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
+    lines += [clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
     ending = []
     if verdict.left_early:
         ending.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")
@@ -48,7 +48,7 @@ def failure_block(
     room = _HEIGHT - len(lines) - len(ending) - 1
     if cause.tail and room > 0:
         lines.append("  the last it printed:")
-        lines += [_clip(f"    {line}") for line in cause.tail[-room:]]
+        lines += [clip(f"    {line}") for line in cause.tail[-room:]]
     lines += ending
     assert len(lines) <= _HEIGHT, "the block must fit on a small screen"
     return lines
@@ -74,7 +74,7 @@ def one_line(ending: Ending) -> str:
     """For the line that announces a restart."""
     frames = _telling_frames(ending)
     where = f" at {shorten_path(frames[-1].file)}:{frames[-1].line}" if frames else ""
-    return _clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
+    return clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
 
 
 def _telling_frames(ending: Ending) -> list[Frame]:
@@ -129,9 +129,10 @@ def _folded(text: str, most: int) -> list[str]:
     """A text as lines that fit; what is left over at the end of the last one is cut off."""
     lines = textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     rest = [line.lstrip() for line in lines[most:]]
-    return [*map(_clip, lines[: most - 1]), _clip(" ".join([lines[most - 1], *rest]))] if rest else lines
+    return [*map(clip, lines[: most - 1]), clip(" ".join([lines[most - 1], *rest]))] if rest else lines
 
 
-def _clip(line: str) -> str:
+def clip(line: str) -> str:
+    """As much of it as a line of a terminal shows, and nothing that could change one."""
     line = "".join(character if character.isprintable() else " " for character in line)
     return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"

@@ -27,15 +27,19 @@ _MUCH = 1 << 30
 def meaning(ending: Ending) -> str:
     """Of the signal that ended a rank."""
     assert ending.signal is not None
-    try:
-        name = signal.Signals(ending.signal).name
-    except ValueError:
-        return f"signal {ending.signal}"
+    name = signal_name(ending.signal)
     if ending.out_of_memory is not None:
         return f"{name}, {_killed_for_memory(ending)}"
     if name == "SIGBUS" and ending.shared_memory is not None:
         return f"{name}, {_shared_memory(ending.shared_memory)}"
     return f"{name}, {_MEANINGS[name]}" if name in _MEANINGS else name
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def explanation(ending: Ending) -> list[str]:
@@ -79,7 +83,7 @@ def _shared_memory(found: SharedMemory, *, is_certain: bool = False) -> str:
     if found.used >= _NEARLY_FULL * found.total:
         return f"/dev/shm is full ({used} of {total})"
     if is_certain:
-        return f"/dev/shm is too small: {total}, of which {used} were in use around that time"
+        return f"/dev/shm is too small: its {total} did not suffice"
     if _has_room(found):
         return f"a mapped file was cut off, or memory is damaged; /dev/shm has room ({used} of {total} in use)"
     return f"/dev/shm had no room ({used} of {total} in use around that time), or a mapped file was cut off"

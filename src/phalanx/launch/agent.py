@@ -313,7 +313,8 @@ class Agent:
             pass
 
     def _say(self, lines: list[str], topic: str = "") -> None:
-        self._console.put(self, self._console.err, wire.spoken(lines, topic, self._spec.node_name))
+        spoken = wire.spoken(lines, topic, self._spec.node_name)
+        self._console.put(self, self._console.err, spoken, on_a_new_line=True)
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already
