@@ -28,7 +28,7 @@ def failure_block(
     told = [line for sentence in explanation(cause) for line in _folded(f"  {sentence}", 3)][:3]
     # Our own errors end with the next step, so they are shown to their end.
     is_ours = cause.error is not None and cause.error.type.startswith("phalanx.") and not told
-    lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 2 if is_ours else 1)
+    lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 3 if is_ours else 1)
     where = [f"rank {cause.rank} of {world_size}", f"host {host}", f"pid {cause.pid}"]
     where.append(f"exit code {cause.status}" if cause.signal is None else f"signal {cause.signal}")
     where.append(f"{max(0.0, cause.time - started):.1f} s after the start")

@@ -15,19 +15,22 @@ from phalanx.diagnose.reduction import missing_gradients
 _MOMENT = 1.0
 
 
+def hear_no_more_of_loaders() -> None:
+    """The first thing to be done when a script has failed.
+
+    torch tells of a worker that was killed by raising in the handler of SIGCHLD, wherever Python happens to be. From
+    here on that would be in the middle of telling the failure.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def real_reason(error: BaseException) -> BaseException:
     """``error``, or what it is the consequence of: a worker of a DataLoader that was killed.
 
-    torch tells of that by raising in the handler of SIGCHLD, wherever Python happens to be: in the middle of what is
-    about to be done here, or in a destructor, where nobody hears it. Then there is only a pipe that has lost its end.
+    When that was heard of too late, or in a destructor, there is only a pipe that has lost its other end.
     """
-    handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(handler, "__module__", None) != "torch.utils.data._utils.signal_handling":
-        return error
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except RuntimeError as reason:  # it was on its way
-        return reason.with_traceback(error.__traceback__)
     is_vague = type(error) is RuntimeError and "exited unexpectedly" in str(error)
     reason = _killed_loader(error) if is_vague or isinstance(error, ConnectionError | EOFError) else None
     if reason is None:

@@ -122,7 +122,11 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, FOR_THE_WORKERS
         )  # what came since the fork is dealt with from here on
-        _run_program(spec, fds)
+        try:
+            _run_program(spec, fds)
+        except BaseException:
+            hindsight.hear_no_more_of_loaders()
+            raise
         _end_page()
     except BaseException as error:
         if os.getpid() == pid:  # a script's own fork may come back here as well
@@ -196,6 +200,8 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
     error = hindsight.real_reason(error)
     status.complete()
     trace = _user_side(error.__traceback__)
+    if trace is None and error.__context__ is not None:  # raised by a signal's handler when the script was over already
+        trace = _user_side(error.__context__.__traceback__)
     error.__traceback__ = trace
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
