@@ -86,7 +86,7 @@ class Status:
     beats: int
     """Grows with everything that the rank writes about its loop."""
     ended: int
-    """Collectives that have ended, on shm; on other backends, see groups."""
+    """Grows with the collectives that have ended, on shm; for other backends, see groups."""
     waited: float
     """Seconds in those."""
     looks: int
@@ -186,14 +186,15 @@ def _parsed(page: _Page, again: _Page) -> Status:
     pid, rank, world_size = page.words[2:5]
     seconds = {name: page.doubles[layout.SECONDS + index] for index, name in enumerate(layout.PHASES)}
     groups = _groups(page, again)
+    recorded = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
+    ended = max((entry for _, entry, collective in recorded if not collective.is_open), default=0)
     collectives = sorted(
-        _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
-        + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
+        recorded + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
         key=lambda found: found[:2],
     )
     return Status(
         *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
-        *(epoch, step, samples, updates, beats, page.words[layout.ENDED], page.doubles[layout.WAITED]),
+        *(epoch, step, samples, updates, beats, ended, page.doubles[layout.WAITED]),
         *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
     )
