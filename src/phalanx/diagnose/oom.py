@@ -31,7 +31,7 @@ class Group:
     name: str
     limit: int | None
     kills: int | None
-    """Processes of it that the kernel has killed; None: it does not count."""
+    """Processes of it that the kernel has killed; None when it does not count, and so is not looked at."""
     shortages: int
     """How often its own limit was reached."""
     was_full: bool = False
@@ -43,8 +43,9 @@ class Look:
     """The counters at one moment."""
 
     groups: tuple[Group, ...]
-    """This process's own first, then those around it."""
+    """This process's own first, then those around it that have a limit."""
     machine_kills: int
+    """Only where no group counts."""
     machine_memory: int
 
 
@@ -63,12 +64,16 @@ class Counters:
 
     def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
         self._root, self._proc = root, proc
-        self._groups = tuple(cgroups.binding("memory", root, proc / "self/cgroup"))
+        self._memory = (_field(cgroups.read(proc / "meminfo"), "MemTotal:") or 0) << 10
+        found = [(group, self._group(group)) for group in cgroups.binding("memory", root, proc / "self/cgroup")]
+        counting = [(directory, group) for directory, group in found if group.kills is not None]
+        limiting = [directory for directory, group in counting[1:] if group.limit is not None]
+        self._groups = (*(directory for directory, _ in counting[:1]), *limiting)
 
     def look(self) -> Look:
-        kills = _field(cgroups.read(self._proc / "vmstat"), "oom_kill") or 0
-        memory = _field(cgroups.read(self._proc / "meminfo"), "MemTotal:") or 0
-        return Look(tuple(self._group(directory) for directory in self._groups), kills, memory << 10)
+        """Once a second, so it reads no more than it has to."""
+        kills = 0 if self._groups else _field(cgroups.read(self._proc / "vmstat"), "oom_kill") or 0
+        return Look(tuple(self._group(directory) for directory in self._groups), kills, self._memory)
 
     def _group(self, directory: Path) -> Group:
         limit = cgroups.number(directory / "memory.max")
@@ -95,15 +100,16 @@ def shortage(before: Look, after: Look) -> Shortage | None:
     when none has, the machine's memory has run out.
     """
     pairs = list(zip(before.groups, after.groups, strict=True))
-    counting = [(old.kills, new.kills) for old, new in pairs if old.kills is not None and new.kills is not None]
-    old_kills, new_kills = counting[0] if counting else (before.machine_kills, after.machine_kills)
-    if new_kills <= old_kills:
+    kills = after.machine_kills - before.machine_kills
+    if pairs:
+        kills = (after.groups[0].kills or 0) - (before.groups[0].kills or 0)
+    if kills <= 0:
         return None
     limited = [(old, new, new.limit) for old, new in pairs if new.limit is not None]
     short = [(new.name, limit) for old, new, limit in limited if new.shortages > old.shortages]
     for name, limit in short or [(new.name, limit) for _, new, limit in limited if new.was_full]:
-        return Shortage(new_kills - old_kills, limit, name)
-    return Shortage(new_kills - old_kills, after.machine_memory, "")
+        return Shortage(kills, limit, name)
+    return Shortage(kills, after.machine_memory, "")
 
 
 def killed_by_log(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from phalanx import events, status
 from phalanx.diagnose import runs
+from phalanx.diagnose.checkup import in_bytes
 from phalanx.diagnose.report import clip, headline, shorten_path
 from phalanx.diagnose.runs import RankTrace, Run
 from phalanx.diagnose.signals import signal_name
@@ -94,8 +95,9 @@ def _ended_ranks(run: Run) -> list[str]:
     told = []
     tails = 0
     for ending in sorted(run.endings, key=lambda ending: ending.rank):
-        memory = f", {ending.memory / 2**20:.0f} MiB at most" if ending.memory else ""
-        told.append(clip(f"rank {ending.rank}: {_role(run, ending)}, {_end(ending)}{memory}"))
+        memory = f", {in_bytes(ending.memory)} at most" if ending.memory else ""
+        why = f": {headline(ending)}" if ending.error is not None else ""
+        told.append(clip(f"rank {ending.rank}: {_role(run, ending)}, {_end(ending)}{memory}{why}"))
         if ending.failed and tails < _TAILS and not _is_cause(run, ending):
             tails += 1
             found = runs.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
@@ -122,10 +124,8 @@ def _is_cause(run: Run, ending: events.Ending) -> bool:
 def _end(ending: events.Ending) -> str:
     if ending.signal is not None:
         by = " from the launcher" if ending.asked and ending.out_of_memory is None else ""
-        end = f"{signal_name(ending.signal)}{by}"
-    else:
-        end = f"exit code {ending.exit_code}"
-    return f"{end}: {headline(ending)}" if ending.error is not None else end
+        return f"{signal_name(ending.signal)}{by}"
+    return f"exit code {ending.exit_code}"
 
 
 # ---- ranks of a run that has not, or not in order
