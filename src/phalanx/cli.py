@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
+  phalanx report [RUN]              how a run ended and why, or where it is; the latest below ./runs
   phalanx doctor                    whether this machine is fit for it, and what to do where it is not
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
@@ -33,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "bench": _bench,
         "checkpoint": _checkpoint,
         "doctor": _doctor,
+        "report": _report,
         "--version": _version,
         "--help": _help,
         "-h": _help,
@@ -61,10 +64,15 @@ def _say_errors(command: Callable[[], int]) -> int:
     """A user's mistake is a sentence, not a traceback."""
     _open_standard_streams()
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except PhalanxError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # nobody reads on; what is still in the buffer must not be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 130
 
@@ -112,6 +120,12 @@ def _doctor(arguments: list[str]) -> int:
     from phalanx.diagnose import doctor
 
     return doctor.main(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from phalanx.diagnose import report_command
+
+    return report_command.main(arguments)
 
 
 def _version(_: list[str]) -> int:

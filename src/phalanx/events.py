@@ -10,7 +10,7 @@
       rank-N.log               everything rank N printed, and the traceback it died with
       keeper.log               with several nodes: what torch said while they talked to each other
       error-N.json             an ErrorRecord: what rank N told of the exception that ended its script
-      report.json              how the run ended: cause, victims, exit codes
+      report.json              how the run ended: cause, victims, exit codes, restarts, nodes; `phalanx report` tells it
 
 The files are the only interface between a run and what reports on it.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -27,7 +28,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import LaunchError
+from phalanx.env import PET_PREFIX
+from phalanx.errors import LaunchError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,15 @@ class Frame:
     line: int
     function: str
     source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeFrame:
+    """One call of native code."""
+
+    library: str
+    symbol: str
+    """With the offset, as in ``gloo_send+0x1f``; the offset alone where the name is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +66,30 @@ class ErrorRecord:
     """Outermost first; only the script's side of the call stack."""
     traceback: str
     exit_code: int
+    note: str = ""
+    """What the rank knows of it beyond the message, in a sentence or two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutOfMemory:
+    """The kernel has killed a process because memory had run out."""
+
+    pid: int
+    """The rank, or a process that it had started."""
+    used: int | None
+    """Bytes that this process had in memory, as far as it was seen."""
+    limit: int
+    """Bytes: of the control group, or of the whole machine."""
+    group: str
+    """The control group whose limit was reached; empty when it was the machine's own memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """How full /dev/shm was, in bytes."""
+
+    total: int
+    used: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +111,14 @@ class Ending:
     """The name of its node."""
     crash: tuple[Frame, ...] = ()
     """Where Python stood when native code crashed, innermost first, if the rank could still tell."""
+    native: tuple[NativeFrame, ...] = ()
+    """Where native code stood then, innermost first, if Python is new enough to tell (3.14)."""
+    memory: int | None = None
+    """Bytes that it had in memory at most, as far as that was seen."""
+    out_of_memory: OutOfMemory | None = None
+    """Why the kernel has ended it, or a process that it needed; None when it has not."""
+    shared_memory: SharedMemory | None = None
+    """/dev/shm at its end, when that may be the reason."""
 
     @property
     def failed(self) -> bool:
@@ -128,6 +171,33 @@ def _point_latest(base: Path, directory: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
+def find_run(text: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The run directory that a person means: a path, a name below the directory of runs, or None for the latest."""
+    base = Path(environ.get(f"{PET_PREFIX}LOG_DIR") or "runs")
+    if text is None:
+        found = _latest(base)
+        if found is None:
+            raise UsageError(f"there is no run below {base}; give the directory that `phalanx run` printed.")
+        return found
+    for path in (Path(text), base / text):
+        if (path / RUN_FILE).exists():
+            return path
+        found = _latest(path)
+        if found is not None:
+            return found
+    what = "has no run.json" if Path(text).exists() else "does not exist"
+    raise UsageError(f"{text} is no run directory: it {what}; give one that `phalanx run` printed.")
+
+
+def _latest(base: Path) -> Path | None:
+    """Of the runs below it, by the link, or where there can be none by the names, which begin with the date."""
+    latest = base / "latest"
+    if latest.is_symlink() and (latest / RUN_FILE).exists():
+        return base / latest.readlink()
+    runs = sorted(path.parent for path in base.glob(f"[0-9]*/{RUN_FILE}"))
+    return runs[-1] if runs else None
+
+
 def new_run_id() -> str:
     """A name that sorts by time: date, time and the agent's pid."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -153,6 +223,7 @@ def error_path(run_directory: Path, rank: int) -> Path:
 
 
 KEEPER_LOG = "keeper.log"
+RUN_FILE, REPORT_FILE, AGENT_EVENTS = "run.json", "report.json", "agent.events.jsonl"
 
 
 def log_path(run_directory: Path, rank: int) -> Path:
@@ -177,6 +248,9 @@ def ending_from_fields(fields: dict[str, Any]) -> Ending:
             "error": None if error is None else error_from_fields(error),
             "tail": tuple(fields["tail"]),
             "crash": tuple(Frame(**frame) for frame in fields["crash"]),
+            "native": tuple(NativeFrame(**frame) for frame in fields["native"]),
+            "out_of_memory": OutOfMemory(**fields["out_of_memory"]) if fields["out_of_memory"] else None,
+            "shared_memory": SharedMemory(**fields["shared_memory"]) if fields["shared_memory"] else None,
         }
     )
 
@@ -184,11 +258,13 @@ def ending_from_fields(fields: dict[str, Any]) -> Ending:
 class EventLog:
     """Appends events as JSON lines. Each line is one write, so a reader never sees half of one.
 
-    A full disk ends the file, not the run.
+    A full disk ends the file, not the run. While its writer lives, the file is locked: see `is_being_written`.
     """
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, event: str, **fields: Any) -> None:
         line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
@@ -197,3 +273,34 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether the process that writes this event file lives, whatever its pid and whoever has that by now."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All that stand in it; of a disk that was full the last one may be cut off, and is left out."""
+    found = []
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return found
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found

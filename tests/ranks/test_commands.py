@@ -70,6 +70,9 @@ def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
     if command.startswith("phalanx checkpoint"):
         with px.Checkpointer(tmp_path / "checkpoints") as checkpointer:
             checkpointer.save(100, model=nn.Linear(2, 2))
+    if command.startswith("phalanx report"):
+        (tmp_path / "short.py").write_text("raise ValueError('to be told again')")
+        assert run("phalanx run --start-method exec short.py", tmp_path).code == 1
     outcome = run(command, tmp_path)
     assert outcome.code == FAILS_ON_PURPOSE.get(command, 0), outcome.out + outcome.err
     if command in EXPECTED:

@@ -56,8 +56,8 @@ def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
     assert outcome.code == 0
     assert stat.S_IMODE(latest.stat().st_mode) == 0o700
     assert sorted(path.name for path in latest.iterdir()) == [
-        *("agent.events.jsonl", "rank-0.log", "rank-0.status", "rank-1.log", "rank-1.status"),
-        *("report.json", "run.json"),
+        *("agent.events.jsonl", "rank-0.log", "rank-0.stacks", "rank-0.status"),
+        *("rank-1.log", "rank-1.stacks", "rank-1.status", "report.json", "run.json"),
     ]
     assert sorted((latest / "rank-1.log").read_text().splitlines()) == ["err", "out 1"]
     spec = json.loads((latest / "run.json").read_text())

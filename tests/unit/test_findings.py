@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose import report
-from phalanx.diagnose.findings import find_cause, is_consequence
+import dataclasses
+import json
+
+import pytest
+
+from phalanx.diagnose import crashes, report
+from phalanx.diagnose.findings import Verdict, find_cause, is_consequence
 from phalanx.diagnose.repetition import Repetition
-from phalanx.events import Ending, ErrorRecord, Frame
+from phalanx.events import (
+    Ending,
+    ErrorRecord,
+    Frame,
+    NativeFrame,
+    OutOfMemory,
+    SharedMemory,
+    ending_from_fields,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+LOADER = """\
+Caught KeyError in DataLoader worker process 3.
+Original Traceback (most recent call last):
+  File "/usr/lib/python3/dist-packages/torch/utils/data/_utils/worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+           ^^^^^^^^^^^^^^^^^^^^
+  File "/elsewhere/data.py", line 40, in __getitem__
+    return self.labels[index]
+           ~~~~~~~~~~~^^^^^^^
+KeyError: 'no such label'
+"""
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2711"
 
@@ -20,8 +46,36 @@ def raised(rank: int, moment: float, kind: str = "ValueError", message: str = "x
 
 
 def test_the_first_failure_in_time_is_the_cause() -> None:
-    verdict = find_cause([raised(0, 5.0), raised(1, 3.0), raised(2, 4.0)])
-    assert (verdict.cause.rank, verdict.victims) == (1, (0, 2))
+    verdict = find_cause([raised(0, 5.0, "KeyError"), raised(1, 3.0), raised(2, 4.0, "OSError")])
+    assert (verdict.cause.rank, verdict.victims, verdict.alike) == (1, (0, 2), ())
+
+
+def test_who_fails_in_the_same_way_is_no_victim() -> None:
+    endings = [raised(0, 1.0), raised(1, 2.0), raised(2, 3.0, asked=True), raised(3, 4.0, "RuntimeError", GLOO)]
+    verdict = find_cause(endings)
+    assert (verdict.cause.rank, verdict.alike, verdict.victims) == (0, (1,), (2, 3))
+    crash = (Frame("/elsewhere/train.py", 3, "step", "call()"),)
+    verdict = find_cause([Ending(0, 1, 1.0, signal=11, crash=crash), Ending(1, 2, 1.1, signal=11, crash=crash)])
+    assert verdict.alike == (1,)
+    assert find_cause([Ending(0, 1, 1.0, signal=9), Ending(1, 2, 1.1, signal=9)]).alike == ()
+
+
+def test_whom_the_kernel_has_chosen_is_the_cause() -> None:
+    """A process with much memory takes its time to end: others may have failed, and been stopped, before that."""
+    endings = [
+        raised(0, 1.0, "KeyError"),
+        Ending(1, 101, 2.0, signal=9, asked=True, out_of_memory=OutOfMemory(101, 3 * GIB, 4 * GIB, "/job")),
+        Ending(2, 102, 2.1, signal=9, asked=True, out_of_memory=OutOfMemory(102, GIB, 4 * GIB, "/job")),
+        Ending(3, 103, 2.2, signal=15, asked=True),
+    ]
+    verdict = find_cause(endings)
+    assert (verdict.cause.rank, verdict.alike, verdict.victims) == (1, (2,), (0, 3))
+    block = report.failure_block(verdict, world_size=4, host="h", started=0.0, log="/x/rank-1.log")
+    assert block[0] == (
+        "rank 1 failed: SIGKILL, killed by the kernel for memory: the limit is 4.0 GiB, rank 1 used 3.0 GiB"
+    )
+    assert block[2].startswith("  the limit is that of the control group /job; raise it (docker run --memory, ")
+    assert "  rank 2 failed in the same way" in block
 
 
 def test_a_lost_connection_is_never_the_cause_while_another_error_is_known() -> None:
@@ -50,6 +104,7 @@ def test_what_counts_as_a_consequence() -> None:
     assert is_consequence(error(0, 0, "phalanx.errors.PeerFailed", "rank 0 went first and failed"))
     assert not is_consequence(error(0, 0, "RuntimeError", "mat1 and mat2 shapes cannot be multiplied"))
     assert not is_consequence(error(0, 0, "ValueError", "connection closed by peer"))
+    assert not is_consequence(error(0, 0, "RuntimeError", LOADER.replace("no such label", "connection refused")))
 
 
 def test_the_block_never_exceeds_15_lines() -> None:
@@ -60,13 +115,121 @@ def test_the_block_never_exceeds_15_lines() -> None:
     assert len(block) <= 15
     assert all(len(line) <= 160 for line in block)
     assert "38 other ranks fell with it" in "".join(block)
+    ours = error(1, 1.0, "phalanx.errors.UsageError", "that cannot be; " + "so do it in another way " * 9, frames=9)
+    noted = dataclasses.replace(long, note="these parameters " * 40)
+    stack = tuple(NativeFrame(f"/lib/library{n}.so", f"call_{n}+0x1f") for n in range(9))
+    full = dataclasses.replace(cause, signal=7, native=stack, shared_memory=SharedMemory(1 << 26, 1 << 26))
+    tight = OutOfMemory(101, GIB, GIB, "/kubepods.slice/" + "pod" * 60)
+    for ending in (
+        dataclasses.replace(cause, error=ours),
+        dataclasses.replace(full, error=noted, out_of_memory=tight),
+        dataclasses.replace(full, error=None, crash=long.frames),
+    ):
+        verdict = Verdict(ending, (2, 3), (4, 5), ())
+        block = report.failure_block(verdict, world_size=40, host="h", started=0.0, log="/x/rank-1.log", attempts=3)
+        assert len(block) <= 15
+        assert all(len(line) <= 160 for line in block)
+        assert block[-1].endswith("/x/rank-1.log")
 
 
 def test_headlines() -> None:
     assert report.headline(Ending(0, 1, 0.0, signal=9)).startswith("SIGKILL, killed from outside")
     assert report.headline(Ending(0, 1, 0.0, signal=60)) == "signal 60"
+    assert report.headline(raised(0, 0.0, "RuntimeError", LOADER)) == (
+        "KeyError: 'no such label' (in DataLoader worker process 3)"
+    )
     assert report.headline(Ending(0, 1, 0.0, exit_code=4)) == "exit code 4, without an exception"
     assert report.headline(raised(0, 0.0, "MemoryError", "")) == "MemoryError"
+
+
+def test_the_line_within_a_loaders_worker_is_shown() -> None:
+    verdict = find_cause([raised(0, 0.0, "RuntimeError", LOADER)])
+    block = report.failure_block(verdict, world_size=1, host="h", started=0.0, log="/x/rank-0.log")
+    assert block[2:4] == [
+        "  at /elsewhere/train0.py:0 in step: do()",
+        "  at /elsewhere/data.py:40 in __getitem__: return self.labels[index]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("space", "message", "words"),
+    [
+        (SharedMemory(64 * MIB, 64 * MIB), "", "SIGBUS, /dev/shm is full (64 MiB of 64 MiB)"),
+        (
+            SharedMemory(64 * MIB, 20 * MIB),
+            "",
+            "SIGBUS, /dev/shm had no room (20 MiB of 64 MiB in use around that time)",
+        ),
+        (SharedMemory(8 * GIB, MIB), "", "SIGBUS, a mapped file was cut off, or memory is damaged; /dev/shm has room"),
+        (
+            SharedMemory(64 * MIB, 20 * MIB),
+            "shm: No space left on device",
+            "  /dev/shm is too small: its 64 MiB did not suffice",
+        ),
+    ],
+    ids=["full", "perhaps", "room", "certain"],
+)
+def test_the_words_about_shared_memory(space: SharedMemory, message: str, words: str) -> None:
+    told = error(0, 0.0, "RuntimeError", message) if message else None
+    ending = Ending(0, 100, 0.0, signal=None if message else 7, exit_code=1, error=told, shared_memory=space)
+    block = report.failure_block(find_cause([ending]), world_size=1, host="h", started=0.0, log="/x/rank-0.log")
+    assert any(line.removeprefix("rank 0 failed: ").startswith(words) for line in block), block
+    assert any("docker run --shm-size" in line for line in block) == (space.total < GIB)
+
+
+# As Python 3.14 writes it.
+CRASH = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f1 [pool] (most recent call first):
+  File "/elsewhere/pool.py", line 9 in wait
+
+Current thread 0x00007f2 [python] (most recent call first):
+  File "/elsewhere/extension.py", line 12 in call
+  File "/elsewhere/train.py", line 40 in <module>
+
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/bin/python3.14", at _Py_DumpStack+0x42 [0x5b27f7d7147e]
+  Binary file "/usr/lib/libc.so.6", at +0x3def0 [0x77b73226bef0]
+  Binary file "/home/ada/fast.so", at scatter_rows+0x1f [0x77b7315dddf6]
+  Binary file "/home/ada/fast.so", at +0xcdf6 [0x77b7315dddf6]
+  Binary file "/usr/lib/libffi.so.8", at +0x7976 [0x77b73158f976]
+  Binary file "/home/ada/torch/lib/libtorch_cpu.so", at _ZN2at4_opsE+0x2 [0x77b73158f977]
+  Binary file "/home/ada/torch/lib/libtorch_cpu.so", at _ZN2at4_opsF+0x2 [0x77b73158f977]
+  <truncated rest of calls>
+"""
+
+
+def test_native_stacks_are_read_and_shown_without_plumbing() -> None:
+    frames = crashes.python_frames(CRASH)
+    assert [(frame.file, frame.line) for frame in frames] == [
+        ("/elsewhere/extension.py", 12),
+        ("/elsewhere/train.py", 40),
+    ]
+    assert len(crashes.native_frames(CRASH)) == 7
+    assert crashes.native_frames(CRASH.partition("Current thread's")[0]) == ()
+    crashed = Ending(0, 1, 0.0, signal=11, crash=frames, native=crashes.native_frames(CRASH))
+    block = report.failure_block(find_cause([crashed]), world_size=1, host="h", started=0.0, log="/x/rank-0.log")
+    assert block[2:7] == [
+        "  at /elsewhere/train.py:40",
+        "  at /elsewhere/extension.py:12 in call",
+        "  in native code: scatter_rows+0x1f of /home/ada/fast.so",
+        "  in native code: +0xcdf6 of /home/ada/fast.so",
+        "  in native code: _ZN2at4_opsE+0x2 of /home/ada/torch/lib/libtorch_cpu.so",
+    ]
+
+
+def test_an_ending_survives_the_way_to_another_node() -> None:
+    full = Ending(
+        *(1, 101, 2.0),
+        error=dataclasses.replace(error(1, 2.0), note="more"),
+        crash=(Frame("/x.py", 1, "f", "g()"),),
+        native=(NativeFrame("/x.so", "f+0x1"),),
+        memory=GIB,
+        out_of_memory=OutOfMemory(101, GIB, GIB, "/job"),
+        shared_memory=SharedMemory(2, 1),
+    )
+    assert ending_from_fields(json.loads(json.dumps(dataclasses.asdict(full)))) == full
 
 
 def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import cli, env, errors, testing
-from phalanx.diagnose import doctor
+from phalanx.diagnose import doctor, report_command
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -67,7 +67,7 @@ EDGES = {
     "join": set(),
     # cluster: only for SLURM's allocation; cli: only from launch/__main__.py
     "launch": {"diagnose", "cli", "cluster"},
-    "parallel": {"world"},
+    "parallel": {"diagnose", "world"},  # diagnose only for the words about gradients that are missing
     "ports": set(),
     "recorder": set(),
     "seeds": set(),
@@ -111,6 +111,11 @@ def test_flags() -> None:
 def test_flags_of_doctor() -> None:
     names = {name for action in doctor._parser()._actions for name in action.option_strings}
     assert names == {"-h", "--help", "--json", "--nproc-per-node", "--nproc_per_node"}
+
+
+def test_flags_of_report() -> None:
+    names = {name for action in report_command.parser()._actions for name in action.option_strings}
+    assert names == {"-h", "--help", "--json"}
 
 
 def test_both_spellings_are_parsed() -> None:
@@ -200,5 +205,5 @@ def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    for command in ("run", "bench", "checkpoint", "doctor"):
+    for command in ("run", "bench", "checkpoint", "doctor", "report"):
         assert f"phalanx {command}" in cli._HELP

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
 """Version 1 says "none" by a number near 2**63."""
 
 
@@ -24,21 +24,21 @@ class Allowance:
 
 def allowance(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> Allowance:
     """The tightest limits on this process: those of its group and of all groups above it."""
-    try:
-        rows = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:
-        return Allowance()
-    groups = {name: path for _, controllers, path in rows for name in controllers.split(",")}
-    memory, memory_used = _tightest(_memory_of(group) for group in _groups(root, "memory", groups))
+    memory, memory_used = _tightest(_memory_of(group) for group in binding("memory", root, membership))
     processes, processes_used = _tightest(
-        (_number(group / "pids.max"), _number(group / "pids.current")) for group in _groups(root, "pids", groups)
+        (number(group / "pids.max"), number(group / "pids.current")) for group in binding("pids", root, membership)
     )
-    quotas = [quota for group in _groups(root, "cpu", groups) if (quota := _quota(group)) is not None]
+    quotas = [quota for group in binding("cpu", root, membership) if (quota := _quota(group)) is not None]
     return Allowance(min(quotas, default=None), memory, memory_used, processes, processes_used)
 
 
-def _groups(root: Path, controller: str, groups: dict[str, str]) -> Iterator[Path]:
-    """The directories that may bind this process. Within a container its path may be one that only the host has."""
+def binding(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """The directories of the groups that may bind this process, from its own outwards, of both versions.
+
+    Within a container the path that its membership says may be one that only the host has.
+    """
+    rows = [line.split(":", 2) for line in read(membership).splitlines()]
+    groups = {name: path for _, controllers, path in rows for name in controllers.split(",")}
     for base, path in ((root, groups.get("", "/")), (root / controller, groups.get(controller, "/"))):
         directory = base / path.lstrip("/")
         while True:
@@ -51,35 +51,37 @@ def _groups(root: Path, controller: str, groups: dict[str, str]) -> Iterator[Pat
 
 def _tightest(pairs: Iterable[tuple[int | None, int | None]]) -> tuple[int | None, int]:
     """Of limits, and what is used of them, the one that leaves least."""
-    found = [(limit, used or 0) for limit, used in pairs if limit is not None and limit < _NO_LIMIT]
+    found = [(limit, used or 0) for limit, used in pairs if limit is not None and limit < NO_LIMIT]
     return min(found, key=lambda pair: pair[0] - pair[1]) if found else (None, 0)
 
 
 def _memory_of(group: Path) -> tuple[int | None, int | None]:
     """Files that are kept in memory until somebody needs it are counted as used, but are not."""
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+    limit, used = number(group / "memory.max"), number(group / "memory.current")
+    cached = re.search(r"^inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
     if limit is None and used is None:
-        limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
-        cached = re.search(r"^total_inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+        limit, used = number(group / "memory.limit_in_bytes"), number(group / "memory.usage_in_bytes")
+        cached = re.search(r"^total_inactive_file (\d+)$", read(group / "memory.stat"), re.MULTILINE)
     return limit, None if used is None else used - (int(cached[1]) if cached else 0)
 
 
 def _quota(group: Path) -> float | None:
     """In cores."""
-    words = _read(group / "cpu.max").split()
+    words = read(group / "cpu.max").split()
     if len(words) == 2:
         return None if words[0] == "max" else int(words[0]) / int(words[1])
-    quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+    quota, period = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
     return quota / period if quota is not None and period and quota > 0 else None
 
 
-def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+def number(path: Path) -> int | None:
+    """That stands alone in a file; None when there is no file, or another text such as ``max``."""
+    text = read(path).strip()
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """Empty when it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -30,6 +30,8 @@ class Verdict:
     cause: Ending
     victims: tuple[int, ...]
     """Ranks that ended because of it, by an error of their own or because they were stopped."""
+    alike: tuple[int, ...]
+    """Ranks that failed by themselves in the same way, so are nobody's victims."""
     left_early: tuple[int, ...]
     """Ranks that ended normally, when the cause is itself only a lost connection: perhaps to one of them."""
 
@@ -38,6 +40,8 @@ def is_consequence(error: ErrorRecord) -> bool:
     """Whether this error says no more than that another rank went away."""
     if error.type.rpartition(".")[2] in _CONSEQUENCE_TYPES:
         return True
+    if error.message.startswith("Caught "):  # by a DataLoader's worker, which is connected with no other rank
+        return False
     return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
 
 
@@ -49,11 +53,24 @@ def is_victim(ending: Ending) -> bool:
 def find_cause(endings: Sequence[Ending]) -> Verdict:
     """The first failure in time that is not the consequence of another; at least one ending must be a failure."""
     failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.time)
-    by_themselves = [ending for ending in failures if not ending.asked] or failures
+    # Whom the kernel kills may take a while to end: the others may have been told to stop before that.
+    by_themselves = [ending for ending in failures if not ending.asked or ending.out_of_memory] or failures
     causes = [ending for ending in by_themselves if ending.error is None or not is_consequence(ending.error)]
-    cause = (causes or by_themselves)[0]
-    victims = tuple(sorted(ending.rank for ending in failures if ending is not cause))
+    killed = [ending for ending in causes if ending.out_of_memory]
+    cause = (killed or causes or by_themselves)[0]
+    alike = tuple(sorted(ending.rank for ending in causes if ending is not cause and _is_alike(ending, cause)))
+    victims = tuple(sorted(ending.rank for ending in failures if ending is not cause and ending.rank not in alike))
     left_early = ()
     if not causes:
         left_early = tuple(ending.rank for ending in endings if not ending.failed and not ending.asked)
-    return Verdict(cause, victims, left_early)
+    return Verdict(cause, victims, alike, left_early)
+
+
+def _is_alike(one: Ending, other: Ending) -> bool:
+    """The same exception from the same line, the same crash there, or killed by the kernel for the same reason."""
+    if one.out_of_memory or other.out_of_memory:
+        return one.out_of_memory is not None and other.out_of_memory is not None and one.host == other.host
+    if one.error is None or other.error is None:
+        return one.signal == other.signal and one.crash == other.crash != ()
+    places = [(error.type, [(frame.file, frame.line) for frame in error.frames]) for error in (one.error, other.error)]
+    return places[0] == places[1]

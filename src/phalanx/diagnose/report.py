@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import os
-import signal
+import re
 import sysconfig
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.diagnose.findings import Verdict
-from phalanx.events import Ending, Frame
+from phalanx.diagnose.signals import explanation, meaning
+from phalanx.events import Ending, Frame, NativeFrame
 
-_WIDTH = 160
+_WIDTH, _HEIGHT = 160, 15
 _PACKAGE = str(Path(__file__).parents[1])
-_SIGNALS = {
-    "SIGKILL": "killed from outside: by the kernel when memory runs out, or by somebody's kill -9",
-    "SIGSEGV": "native code touched memory that is not its own",
-    "SIGBUS": "memory could not be provided, most often because /dev/shm is full",
-    "SIGABRT": "native code gave up: a failed check or an uncaught C++ exception",
-    "SIGFPE": "native code divided by zero or overflowed",
-    "SIGILL": "native code used an instruction this processor does not have",
-    "SIGTERM": "another process asked it to end",
-    "SIGINT": "interrupted",
-    "SIGHUP": "its terminal was closed",
-    "SIGPIPE": "it wrote to a pipe that nobody reads",
-    "SIGXCPU": "its limit of processor time was reached",
-}
+_IN_ANOTHER_PROCESS = re.compile(r"Caught \S+ in (?P<where>.+)\.\n")
+_NESTED_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)$', re.MULTILINE)
+_PLUMBING = ("libc.", "libc-", "libm.", "ld-linux", "libpthread", "libffi", "libpython", "python", "_ctypes.")
 
 
 def failure_block(
@@ -33,23 +25,32 @@ def failure_block(
 ) -> list[str]:
     """The end of a failed run."""
     cause = verdict.cause
-    lines = [_clip(f"rank {cause.rank} failed: {headline(cause)}")]
+    told = [line for sentence in explanation(cause) for line in _folded(f"  {sentence}", 3)][:3]
+    # Our own errors end with the next step, so they are shown to their end.
+    is_ours = cause.error is not None and cause.error.type.startswith("phalanx.") and not told
+    lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 3 if is_ours else 1)
     where = [f"rank {cause.rank} of {world_size}", f"host {host}", f"pid {cause.pid}"]
     where.append(f"exit code {cause.status}" if cause.signal is None else f"signal {cause.signal}")
     where.append(f"{max(0.0, cause.time - started):.1f} s after the start")
     if attempts > 1:
         where.append(f"attempt {attempts}")
-    lines.append("  " + ", ".join(where))
-    lines += [_clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
-    if cause.tail:
-        lines.append("  the last it printed:")
-        lines += [_clip(f"    {line}") for line in cause.tail]
+    lines += ["  " + ", ".join(where), *told]
+    lines += [clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
+    lines += [clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
+    ending = []
     if verdict.left_early:
-        lines.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")
+        ending.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")
+    if verdict.alike:
+        ending.append(f"  {_ranks(verdict.alike)} failed in the same way")
     if verdict.victims:
-        lines.append(f"  {_ranks(verdict.victims)} fell with it")
-    lines.append(f"  {'traceback and ' if cause.error else ''}output: {log}")
-    assert len(lines) <= 15, "the block must fit on a small screen"
+        ending.append(f"  {_ranks(verdict.victims)} fell with it")
+    ending.append(f"  {'traceback and ' if cause.error else ''}output: {log}")
+    room = _HEIGHT - len(lines) - len(ending) - 1
+    if cause.tail and room > 0:
+        lines.append("  the last it printed:")
+        lines += [clip(f"    {line}") for line in cause.tail[-room:]]
+    lines += ending
+    assert len(lines) <= _HEIGHT, "the block must fit on a small screen"
     return lines
 
 
@@ -60,13 +61,12 @@ def headline(ending: Ending) -> str:
         if error.type == "SystemExit":
             return f"sys.exit({error.message})"
         message = error.message.strip().splitlines()
+        elsewhere = _IN_ANOTHER_PROCESS.match(error.message)
+        if elsewhere is not None and len(message) > 1:  # torch has put a whole traceback into the message
+            return f"{message[-1]} (in {elsewhere['where']})"
         return f"{error.type}: {message[0]}" if message else error.type
     if ending.signal is not None:
-        try:
-            name = signal.Signals(ending.signal).name
-        except ValueError:
-            name = f"signal {ending.signal}"
-        return f"{name}, {_SIGNALS[name]}" if name in _SIGNALS else name
+        return meaning(ending)
     return f"exit code {ending.exit_code}, without an exception"
 
 
@@ -74,17 +74,26 @@ def one_line(ending: Ending) -> str:
     """For the line that announces a restart."""
     frames = _telling_frames(ending)
     where = f" at {shorten_path(frames[-1].file)}:{frames[-1].line}" if frames else ""
-    return _clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
+    return clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
 
 
 def _telling_frames(ending: Ending) -> list[Frame]:
     """The user's last lines, and the library's line where it happened if that is another one."""
     frames = list(ending.error.frames) if ending.error else list(reversed(ending.crash))
+    if ending.error is not None and _IN_ANOTHER_PROCESS.match(ending.error.message):
+        nested = [Frame(file, int(line), *rest) for file, line, *rest in _NESTED_FRAME.findall(ending.error.message)]
+        users = [frame for frame in frames if not _is_library(frame.file)]
+        frames = users + nested
     users = [frame for frame in frames if not _is_library(frame.file)]
     telling = users[-3:]
     if frames and frames[-1] not in telling and not (users and frames[-1].file.startswith(_PACKAGE)):
         telling.append(frames[-1])
     return telling
+
+
+def _telling_native(ending: Ending) -> list[NativeFrame]:
+    """The innermost calls of native code that are neither the C library's nor the interpreter's."""
+    return [frame for frame in ending.native if not Path(frame.library).name.startswith(_PLUMBING)][:3]
 
 
 def _is_library(file: str) -> bool:
@@ -116,6 +125,14 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def _clip(line: str) -> str:
+def _folded(text: str, most: int) -> list[str]:
+    """A text as lines that fit; what is left over at the end of the last one is cut off."""
+    lines = textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    rest = [line.lstrip() for line in lines[most:]]
+    return [*map(clip, lines[: most - 1]), clip(" ".join([lines[most - 1], *rest]))] if rest else lines
+
+
+def clip(line: str) -> str:
+    """As much of it as a line of a terminal shows, and nothing that could change one."""
     line = "".join(character if character.isprintable() else " " for character in line)
     return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"

@@ -17,6 +17,7 @@ from pathlib import Path
 from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause, is_victim
+from phalanx.diagnose.oom import Counters
 from phalanx.diagnose.repetition import Repetition
 from phalanx.errors import LaunchError
 from phalanx.launch import wire
@@ -31,6 +32,7 @@ from phalanx.launch.nursery import Nursery
 from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
 from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
+from phalanx.launch.vitals import Vitals
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
@@ -61,6 +63,7 @@ class Agent:
         self._resumable: list[Pump] = []
         self._environ = dict(environ)
         self._repetition = Repetition()
+        self._counters = Counters()
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
@@ -81,13 +84,16 @@ class Agent:
             return self._exit_code
         except _Interrupted:
             assert self._signalled is not None
+            self._record.keep_end(128 + self._signalled)
             return 128 + self._signalled
         except RunOver as over:
-            self._say([f"the run has ended with exit code {over.exit_code} before this node could take part"])
+            text = f"the run has ended with exit code {over.exit_code} before this node could take part"
+            self._say([text])
+            self._record.keep_end(over.exit_code, said=[text])
             return over.exit_code
         except LaunchError as error:
             self._say([f"{error}"], "cause")
-            self._record.note("ended", exit_code=1, error=str(error))
+            self._record.keep_end(1, said=[str(error)])
             return 1
         finally:
             self._signals.restore()
@@ -147,12 +153,9 @@ class Agent:
                 last = True
                 self._say([f"{self._repetition}; the {most - attempt - 1} attempts left are not made"])
             if last:
-                if verdict is None:
-                    self._flush_console()
-                    self._say([reason], "cause")
-                return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt)
+                return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt, reason)
             attempt += 1
-            self._record.note("restarting", attempt=attempt, cause=reason)
+            self._record.keep_restart(attempt, reason, verdict)
             self._say([f"{reason}; starting again, attempt {attempt + 1} of {most}"])
 
     def _blame(self, endings: list[events.Ending]) -> tuple[Verdict | None, str]:
@@ -169,6 +172,7 @@ class Agent:
         if master is None:
             return []
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
+        self._vitals = Vitals(self._counters)
         name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
         for place in self._company.places():
             events.error_path(self._directory, place.rank).unlink(missing_ok=True)
@@ -185,7 +189,7 @@ class Agent:
         # Nobody can write to the pipes any more, so each of them ends.
         drained_by = time.monotonic() + _DRAIN_SECONDS
         self._loop_until(lambda: not self._streams() or (self._signalled is not None and time.monotonic() > drained_by))
-        endings = self._watch.endings()
+        endings = self._vitals.explain(self._watch.endings())
         self._record.keep_errors(endings)
         self._watch.close()
         return endings
@@ -204,6 +208,7 @@ class Agent:
     def _loop_until(self, done: Callable[[], bool]) -> None:
         while not done():
             self._watch.turn(_TICK)
+            self._vitals.turn(self._watch.members.values(), time.monotonic())
             self._explain_exec()
             self._obey_signals()
             self._heed_company()
@@ -274,14 +279,25 @@ class Agent:
 
     # ---- the end
 
-    def _end(self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int) -> int:
-        self._record.keep_end(exit_code, endings, verdict, attempt)
+    def _end(
+        self,
+        exit_code: int,
+        endings: list[events.Ending],
+        verdict: Verdict | None,
+        attempt: int,
+        reason: str | None = None,
+    ) -> int:
+        """``reason``: what to say when no rank is the cause."""
+        said = [] if reason is None else [reason]
         if verdict is not None:
-            self._flush_console()
             elsewhere = self._company.log_of(verdict.cause)
             if elsewhere is None and self._spec.node_name is not None:  # who reads it may sit before another machine
                 elsewhere = f"{self._spec.node_name}:{self._directory.absolute()}"
-            self._say(self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere), "verdict")
+            said = self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere)
+        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of)
+        if said:
+            self._flush_console()
+            self._say(said, "cause" if verdict is None else "verdict")
         return exit_code
 
     def _show(self, text: str) -> bool:
@@ -297,7 +313,8 @@ class Agent:
             pass
 
     def _say(self, lines: list[str], topic: str = "") -> None:
-        self._console.put(self, self._console.err, wire.spoken(lines, topic, self._spec.node_name))
+        spoken = wire.spoken(lines, topic, self._spec.node_name)
+        self._console.put(self, self._console.err, spoken, on_a_new_line=True)
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already

@@ -13,6 +13,8 @@ from collections import deque
 from typing import Protocol
 
 _ERASE = b"\r\x1b[K"
+_Piece = tuple[int, bytes, bool]
+"""Where to, what, and whether that is to begin a line."""
 
 
 class Source(Protocol):
@@ -28,11 +30,13 @@ class Console:
         self.is_terminal = {out: os.isatty(out), err: os.isatty(err)}
         self.out, self.err = out, err
         self.colours = self.is_terminal[out] and self.is_terminal[err] and not os.environ.get("NO_COLOR")
-        self._waiting: dict[Source, deque[tuple[int, bytes]]] = {}
+        self._waiting: dict[Source, deque[_Piece]] = {}
         self._changed = threading.Condition()
         self._closing = False
         self._writing = False
         self._gone: set[int] = set()
+        self._unfinished = {out: False, err: False}
+        """Whether the last line that was written there has no end yet; only a rank that is alone may leave one so."""
         self._live: tuple[int, bytes] | None = None
         """The latest unfinished line, to be shown."""
         self._shown: int | None = None
@@ -40,9 +44,9 @@ class Console:
         self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
         self._thread.start()
 
-    def put(self, source: Source, fd: int, data: bytes) -> None:
+    def put(self, source: Source, fd: int, data: bytes, *, on_a_new_line: bool = False) -> None:
         with self._changed:
-            self._waiting.setdefault(source, deque()).append((fd, data))
+            self._waiting.setdefault(source, deque()).append((fd, data, on_a_new_line))
             self._changed.notify_all()
 
     def show_live(self, fd: int, line: bytes) -> None:
@@ -71,8 +75,8 @@ class Console:
                     return
                 source, pieces = self._next()
                 self._writing = True
-            for fd, data in pieces:
-                self._try_write(fd, data)
+            for fd, data, on_a_new_line in pieces:
+                self._try_write(fd, b"\n" + data if on_a_new_line and self._unfinished[fd] else data)
             with self._changed:
                 self._writing = False
                 empty = source is not None and source not in self._waiting
@@ -80,16 +84,16 @@ class Console:
             if source is not None and empty:
                 source.drained()
 
-    def _next(self) -> tuple[Source | None, list[tuple[int, bytes]]]:
+    def _next(self) -> tuple[Source | None, list[_Piece]]:
         """What to write now, and whose it is. Under the lock."""
-        erase = [(self._shown, _ERASE)] if self._shown is not None else []
+        erase: list[_Piece] = [(self._shown, _ERASE, False)] if self._shown is not None else []
         self._shown = None
         if not self._waiting:
             assert self._live is not None
             fd, line = self._live
             self._live = None
             self._shown = fd
-            return None, [*erase, (fd, line)]
+            return None, [*erase, (fd, line, False)]
         source = next(iter(self._waiting))
         queue = self._waiting.pop(source)
         piece = queue.popleft()
@@ -98,6 +102,7 @@ class Console:
         return source, [*erase, piece]
 
     def _try_write(self, fd: int, data: bytes) -> None:
+        self._unfinished[fd] = not data.endswith((b"\n", _ERASE)) and self._shown is None
         view = memoryview(data)
         while view and fd not in self._gone:
             try:

@@ -110,18 +110,18 @@ class Tail:
     """The last bytes that a rank printed, on both of its streams."""
 
     def __init__(self) -> None:
-        self._data = b""
+        self.data = b""
 
     def add(self, data: bytes) -> None:
-        self._data = (self._data + data[-_TAIL:])[-_TAIL:]
+        self.data = (self.data + data[-_TAIL:])[-_TAIL:]
 
     @property
     def is_open(self) -> bool:
         """The last line has no end yet."""
-        return bool(self._data) and not self._data.endswith(b"\n")
+        return bool(self.data) and not self.data.endswith(b"\n")
 
     def lines(self, count: int) -> tuple[str, ...]:
-        shown = (_after_returns(line).decode(errors="replace").rstrip() for line in self._data.split(b"\n"))
+        shown = (_after_returns(line).decode(errors="replace").rstrip() for line in self.data.split(b"\n"))
         return tuple([line for line in shown if line][-count:])
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx import events
+from phalanx.diagnose import crashes
 from phalanx.launch.console import Console
 from phalanx.launch.logs import LogFile, Pump, Route, Tail, rank_prefix
 from phalanx.launch.nursery import Exited
 from phalanx.launch.spec import LaunchSpec, Placement
 
 _TAIL_LINES = 5
-_CRASH_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_PACKAGE = str(Path(__file__).parent)
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
 
@@ -42,6 +40,8 @@ class Member:
         self.report_ended = False
         self.asked_at: float | None = None
         """When the agent told it to stop."""
+        self.asked_with: int | None = None
+        """The last signal that it was told so with."""
         self.report_reader, self.report_writer = os.pipe()
         os.set_blocking(self.report_reader, False)
         self._tail = tail or Tail()
@@ -77,6 +77,8 @@ class Member:
         """Only after it has exited and its pipes are read to the end."""
         assert self.exited is not None
         failed_at = self.error.time if self.error else self._exit_time
+        # A script that has faulthandler on itself gets the dump on its standard error.
+        crash = (self._report or self._tail.data).decode(errors="replace") if self.exited.signal else ""
         return events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
@@ -87,7 +89,8 @@ class Member:
             error=self.error,
             tail=self._tail.lines(_TAIL_LINES),
             host=socket.gethostname(),
-            crash=_crash_frames(self._report) if self.exited.signal else (),
+            crash=crashes.python_frames(crash),
+            native=crashes.native_frames(crash),
         )
 
     def close(self) -> None:
@@ -110,26 +113,6 @@ class Member:
         if self.report_writer >= 0:
             os.close(self.report_writer)
             self.report_writer = -1
-
-
-def _crash_frames(report: bytes) -> tuple[events.Frame, ...]:
-    """The stack of the crashed thread, from faulthandler's text."""
-    text = report.decode(errors="replace")
-    _, _, current = text.partition("Current thread")
-    frames = []
-    for line in current.splitlines()[1:]:
-        found = _CRASH_LINE.match(line)
-        if not found or found["file"].startswith(_PACKAGE):  # from there on it is the launcher's stack
-            break
-        source = _source_line(found["file"], int(found["line"]))
-        frames.append(events.Frame(found["file"], int(found["line"]), found["function"], source))
-    return tuple(frames)
-
-
-def _source_line(file: str, line: int) -> str:
-    import linecache
-
-    return linecache.getline(file, line).strip()
 
 
 def new_member(

@@ -36,6 +36,8 @@ class Exited:
     pid: int
     exit_code: int | None
     signal: int | None
+    memory: int = 0
+    """Bytes that it had in memory at most, as the kernel says when it is over."""
 
 
 Event = Started | Exited
@@ -120,7 +122,8 @@ class Nursery:
                 return Started(message["rank"], message["pid"], message["exec"])
             case "exited":
                 code = os.waitstatus_to_exitcode(message["status"])
-                return Exited(message["rank"], message["pid"], code if code >= 0 else None, -code if code < 0 else None)
+                ended = (code, None) if code >= 0 else (None, -code)
+                return Exited(message["rank"], message["pid"], *ended, message["memory"])
             case "ready":
                 self._check_interpreter(message)
                 self.ready = True

@@ -129,17 +129,17 @@ def is_gone(pid: int, seconds: float) -> bool:
         os.close(pidfd)
 
 
-def reap_children() -> dict[int, int]:
-    """Collects every child that has ended: pid to wait status."""
-    statuses = {}
+def reap_children() -> dict[int, tuple[int, int]]:
+    """Collects every child that has ended: pid to wait status, and the bytes that it had in memory at most."""
+    found = {}
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
-            return statuses
+            return found
         if pid == 0:
-            return statuses
-        statuses[pid] = status
+            return found
+        found[pid] = status, usage.ru_maxrss << 10
 
 
 def remove_segments(pids: Collection[int]) -> None:

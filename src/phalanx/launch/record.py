@@ -6,8 +6,9 @@ import dataclasses
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx import events
 from phalanx.diagnose import report
@@ -20,8 +21,9 @@ class Record:
 
     def __init__(self, directory: Path, say: Callable[[list[str]], None]) -> None:
         self._directory, self._say = directory, say
-        self._log = events.EventLog(directory / "agent.events.jsonl")
+        self._log = events.EventLog(directory / events.AGENT_EVENTS)
         self._started = time.time()
+        self._restarts: list[dict[str, Any]] = []
         self.host = socket.gethostname()
         self.place = report.shorten_path(str(directory))
         """The run directory, as a person would write it."""
@@ -48,23 +50,44 @@ class Record:
             "prefix": sys.prefix,
             "spec": dataclasses.asdict(spec),
         }
-        self.keep("run.json", content)
+        self.keep(events.RUN_FILE, content)
 
     def keep_errors(self, endings: list[events.Ending]) -> None:
         for ending in endings:
             if ending.error is not None:
                 self.keep(f"error-{ending.rank}.json", dataclasses.asdict(ending.error))
 
-    def keep_end(self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int) -> None:
+    def keep_restart(self, attempt: int, reason: str, verdict: Verdict | None) -> None:
+        """``attempt``: the number of the next one."""
+        self._restarts.append({"attempt": attempt, "time": time.time(), "reason": reason, **_fields(verdict)})
+        self.note("restarting", attempt=attempt, cause=reason)
+
+    def keep_end(
+        self,
+        exit_code: int,
+        endings: Sequence[events.Ending] = (),
+        verdict: Verdict | None = None,
+        attempt: int = 0,
+        said: Sequence[str] = (),
+        directory_of: Callable[[events.Ending], str | None] = lambda _: None,
+    ) -> None:
+        """``said``: the last lines on the console; ``directory_of``: the run directory of a rank on another node."""
+        nodes: dict[str, dict[str, Any]] = {}
+        for ending in endings:
+            directory = directory_of(ending) or str(self._directory)
+            nodes.setdefault(ending.host, {"directory": directory, "ranks": []})["ranks"].append(ending.rank)
         content = {
             "exit_code": exit_code,
             "attempts": attempt + 1,
+            "started": self._started,
             "seconds": round(time.time() - self._started, 3),
-            "cause": dataclasses.asdict(verdict.cause) if verdict else None,
-            "victims": verdict.victims if verdict else (),
+            **_fields(verdict),
+            "said": list(said),
+            "restarts": self._restarts,
+            "nodes": nodes,
             "ranks": [dataclasses.asdict(ending) for ending in endings],
         }
-        self.keep("report.json", content)
+        self.keep(events.REPORT_FILE, content)
         self.note("ended", exit_code=exit_code)
 
     def failure_block(self, verdict: Verdict, world_size: int, attempts: int, elsewhere: str | None) -> list[str]:
@@ -81,3 +104,11 @@ class Record:
 
     def close(self) -> None:
         self._log.close()
+
+
+def _fields(verdict: Verdict | None) -> dict[str, Any]:
+    return {
+        "cause": dataclasses.asdict(verdict.cause) if verdict else None,
+        "alike": verdict.alike if verdict else (),
+        "victims": verdict.victims if verdict else (),
+    }

@@ -78,6 +78,7 @@ def _prepare(order: dict[str, Any]) -> LaunchSpec:
     }
     if order["slots"] is not None:
         overrides["nproc_per_node"] = str(order["slots"])
+    sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order["launch"] else ["phalanx", "run"]), *order["argv"]]
     parse = options.parse_launch if order["launch"] else options.parse
     spec, _ = parse(order["argv"], os.environ, overrides)
     spec = dataclasses.replace(spec, node_name=order["name"])

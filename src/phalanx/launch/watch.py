@@ -188,6 +188,7 @@ class Watch:
             return
         if member.asked_at is None:
             member.asked_at = time.time()
+        member.asked_with = number
         self._nursery.signal(member.pid, number)
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from phalanx import status
 from phalanx.events import ErrorRecord, Frame
-from phalanx.launch import boot, orphans, torch_hook
+from phalanx.launch import boot, hindsight, orphans, torch_hook
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
@@ -40,7 +40,7 @@ FOR_THE_WORKERS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 )
 """Signals that mean the script; the zygote ignores them."""
-_LONGEST_TRACEBACK = 30_000
+_LONGEST_TRACEBACK, _LONGEST_MESSAGE = 30_000, 4_000
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,11 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, FOR_THE_WORKERS
         )  # what came since the fork is dealt with from here on
-        _run_program(spec, fds)
+        try:
+            _run_program(spec, fds)
+        except BaseException:
+            hindsight.hear_no_more_of_loaders()
+            raise
         _end_page()
     except BaseException as error:
         if os.getpid() == pid:  # a script's own fork may come back here as well
@@ -193,8 +197,11 @@ def _first_on_path(directory: str) -> None:
 
 def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
     """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
+    error = hindsight.real_reason(error)
     status.complete()
     trace = _user_side(error.__traceback__)
+    if trace is None and error.__context__ is not None:  # raised by a signal's handler when the script was over already
+        trace = _user_side(error.__context__.__traceback__)
     error.__traceback__ = trace
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -252,11 +259,18 @@ def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_c
         os.getpid(),
         time.time(),
         name,
-        message[:2000],
+        _shortened(message),
         tuple(frames[-20:]),
         text[-_LONGEST_TRACEBACK:],
         exit_code,
+        hindsight.note(error, trace),
     )
+
+
+def _shortened(message: str) -> str:
+    """Its beginning and its end: torch puts whole tracebacks of other processes into messages."""
+    half = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
 
 
 def _report(fd: int, record: ErrorRecord) -> None:

@@ -189,14 +189,14 @@ class _Zygote:
         return self.why_not_fork
 
     def _report_exits(self) -> None:
-        for pid, status in orphans.reap_children().items():
+        for pid, (status, memory) in orphans.reap_children().items():
             if pid == self.keeper_pid:
                 self.keeper_pid = 0
                 self.channel.send({"event": "keeper ended", "status": status})
             elif pid in self.workers:
                 orphans.remove_segments([pid])
                 rank = self.workers.pop(pid).rank
-                self.channel.send({"event": "exited", "rank": rank, "pid": pid, "status": status})
+                self.channel.send({"event": "exited", "rank": rank, "pid": pid, "status": status, "memory": memory})
 
     def _sweep(self) -> None:
         self._report_exits()

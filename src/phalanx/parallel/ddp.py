@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.diagnose.reduction import missing_gradients
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import unwrapped
 from phalanx.parallel.names import save_without_prefix
@@ -18,7 +18,6 @@ from phalanx.parallel.names import save_without_prefix
 POWERSGD_RANK = 1
 POWERSGD_START = 1000
 """Steps with whole gradients before PowerSGD begins: torch's own default. Early steps suffer most from compression."""
-_SHOWN = 8
 
 
 class Parallel(DistributedDataParallel):
@@ -45,28 +44,6 @@ class Parallel(DistributedDataParallel):
             if told is None:
                 raise
             raise UsageError(told) from None
-
-
-# ---- parameters without a gradient
-
-
-def missing_gradients(message: str, names: Sequence[str], find_unused: bool) -> str | None:
-    """What to say instead of DDP's ``message``; None if it is about something else."""
-    if "Expected to have finished reduction in the prior iteration" not in message:
-        return None
-    found = re.search(r"Parameter indices which did not receive grad for rank (\d+):((?: \d+)+)", message)
-    if found is None:
-        return None
-    missing = [names[int(index)] for index in found[2].split()]
-    shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
-    fact = f"{shown} got no gradient in the last step on rank {found[1]}, so it was never finished"
-    if find_unused:
-        return f"{fact}; find_unused=True is not enough here: every output of forward must take part in the loss."
-    them = "it" if len(missing) == 1 else "them"
-    return (
-        f"{fact}; give data_parallel find_unused=True, freeze {them} with requires_grad_(False), "
-        f"or use {them} in the loss."
-    )
 
 
 # ---- compression

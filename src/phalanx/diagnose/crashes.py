@@ -1,0 +1,42 @@
+"""What faulthandler says when native code has crashed: where Python stood, and from Python 3.14 on where C stood."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from phalanx.events import Frame, NativeFrame
+
+_LAUNCHER = str(Path(__file__).parents[1] / "launch")
+_PYTHON_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_NATIVE_LINE = re.compile(r'^  Binary file "(?P<library>.*)", at (?P<symbol>.*) \[0x[0-9a-f]+\]$')
+_NATIVE = "Current thread's C stack trace"
+
+
+def python_frames(report: str) -> tuple[Frame, ...]:
+    """The stack of the thread that crashed, innermost first, without the launcher's part."""
+    import linecache
+
+    _, _, current = report.partition("Current thread 0x")
+    frames = []
+    for line in current.splitlines()[1:]:
+        found = _PYTHON_LINE.match(line)
+        if not found or found["file"].startswith(_LAUNCHER):
+            break
+        number = int(found["line"])
+        frames.append(Frame(found["file"], number, found["function"], linecache.getline(found["file"], number).strip()))
+    return tuple(frames)
+
+
+def native_frames(report: str) -> tuple[NativeFrame, ...]:
+    """The same for C, if there is any."""
+    _, there, current = report.partition(_NATIVE)
+    if not there:
+        return ()
+    frames = []
+    for line in current.splitlines()[1:]:
+        found = _NATIVE_LINE.match(line)
+        if not found:
+            break
+        frames.append(NativeFrame(found["library"], found["symbol"]))
+    return tuple(frames)

@@ -1,0 +1,171 @@
+"""Whether the kernel has killed for memory: its counters before and after, and its log where that may be read.
+
+A process that the kernel kills for memory just ends by SIGKILL, as by anybody's. But the kernel counts: how many
+processes of each control group it has killed, how often the group's limit was reached, and the same for the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.diagnose import cgroups
+
+_FIRST_PID_NAMESPACE = Path("pid:[4026531836]")
+"""The kernel's log has the pids of the machine, which within a container are not ours."""
+_NEARLY_FULL = 0.98
+_KILLED = re.compile(
+    r"Killed process (?P<pid>\d+) .*?anon-rss:(?P<anon>\d+)kB, file-rss:(?P<file>\d+)kB"
+    r"(?:, shmem-rss:(?P<shmem>\d+)kB)?"
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What a control group had counted."""
+
+    name: str
+    limit: int | None
+    kills: int | None
+    """Processes of it that the kernel has killed; None when it does not count, and so is not looked at."""
+    shortages: int
+    """How often its own limit was reached."""
+    was_full: bool = False
+    """It has at some time used all that it may. For version 1, which does not always count shortages."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """The counters at one moment."""
+
+    groups: tuple[Group, ...]
+    """This process's own first, then those around it that have a limit."""
+    machine_kills: int
+    """Only where no group counts."""
+    machine_memory: int
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory has run out, and the kernel has killed for it."""
+
+    kills: int
+    limit: int
+    group: str
+    """Empty: the machine's own memory."""
+
+
+class Counters:
+    """The counters that tell of this process and its children, which are in the same groups."""
+
+    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
+        self._root, self._proc = root, proc
+        self._memory = (_field(cgroups.read(proc / "meminfo"), "MemTotal:") or 0) << 10
+        found = [(group, self._group(group)) for group in cgroups.binding("memory", root, proc / "self/cgroup")]
+        counting = [(directory, group) for directory, group in found if group.kills is not None]
+        limiting = [directory for directory, group in counting[1:] if group.limit is not None]
+        self._groups = (*(directory for directory, _ in counting[:1]), *limiting)
+
+    def look(self) -> Look:
+        """Once a second, so it reads no more than it has to."""
+        kills = 0 if self._groups else _field(cgroups.read(self._proc / "vmstat"), "oom_kill") or 0
+        return Look(tuple(self._group(directory) for directory in self._groups), kills, self._memory)
+
+    def _group(self, directory: Path) -> Group:
+        limit = cgroups.number(directory / "memory.max")
+        events, peak = cgroups.read(directory / "memory.events"), None
+        kills, shortages = _field(events, "oom_kill"), _field(events, "oom")
+        if not events:  # version 1, or none at all
+            limit = cgroups.number(directory / "memory.limit_in_bytes")
+            kills = _field(cgroups.read(directory / "memory.oom_control"), "oom_kill")
+            shortages = cgroups.number(directory / "memory.failcnt")
+            peak = cgroups.number(directory / "memory.max_usage_in_bytes")
+        if limit is not None and limit >= cgroups.NO_LIMIT:
+            limit = None
+        inside = directory.relative_to(self._root).as_posix()
+        name = "/" + ("" if inside == "." else inside.removeprefix("memory").lstrip("/"))
+        was_full = limit is not None and peak is not None and peak >= _NEARLY_FULL * limit
+        return Group(name, limit, kills, shortages or 0, was_full)
+
+
+def shortage(before: Look, after: Look) -> Shortage | None:
+    """What the counters say has happened between two looks.
+
+    The innermost group that counts is the one that ranks belong to. Only where no group counts do kills anywhere on the
+    machine have to do: they may have been others'. The limit is that of the innermost group that has reached its own;
+    when none has, the machine's memory has run out.
+    """
+    pairs = list(zip(before.groups, after.groups, strict=True))
+    kills = after.machine_kills - before.machine_kills
+    if pairs:
+        kills = (after.groups[0].kills or 0) - (before.groups[0].kills or 0)
+    if kills <= 0:
+        return None
+    limited = [(old, new, new.limit) for old, new in pairs if new.limit is not None]
+    short = [(new.name, limit) for old, new, limit in limited if new.shortages > old.shortages]
+    for name, limit in short or [(new.name, limit) for _, new, limit in limited if new.was_full]:
+        return Shortage(kills, limit, name)
+    return Shortage(kills, after.machine_memory, "")
+
+
+def killed_by_log(
+    pids: Collection[int], log: Path = Path("/dev/kmsg"), namespace: Path = Path("/proc/self/ns/pid")
+) -> dict[int, int]:
+    """Which of these processes the kernel's log names as killed for memory, and their bytes in memory then.
+
+    Empty where the log cannot be read, or speaks of the pids of another namespace.
+    """
+    try:
+        if namespace.readlink() != _FIRST_PID_NAMESPACE:
+            return {}
+        fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    found = {}
+    try:
+        for record in _records(fd):
+            killed = _KILLED.search(record)
+            if killed and int(killed["pid"]) in pids:
+                kilobytes = sum(int(killed[kind] or 0) for kind in ("anon", "file", "shmem"))
+                found[int(killed["pid"])] = kilobytes << 10
+    finally:
+        os.close(fd)
+    return found
+
+
+def _records(fd: int) -> list[str]:
+    """One read is one record. What is overwritten meanwhile is an error of one read, and the next goes on."""
+    found = []
+    while True:
+        try:
+            data = os.read(fd, 8192)
+        except BrokenPipeError:
+            continue
+        except OSError:  # none left
+            return found
+        if not data:
+            return found
+        found += data.decode(errors="replace").splitlines()
+
+
+def resident(pid: int) -> int | None:
+    """Bytes that a process has in memory; None when it has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def children(pid: int) -> list[int]:
+    """That the main thread of a process has started: the workers of its loaders among them."""
+    with contextlib.suppress(OSError):
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _field(text: str, name: str) -> int | None:
+    found = re.search(rf"^{re.escape(name)}\s+(\d+)", text, re.MULTILINE)
+    return int(found[1]) if found else None

@@ -1,0 +1,195 @@
+"""``phalanx report``: how a run ended, or where it is, from what stands in its directory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx import events, status
+from phalanx.diagnose import runs
+from phalanx.diagnose.checkup import in_bytes
+from phalanx.diagnose.report import clip, headline, shorten_path
+from phalanx.diagnose.runs import RankTrace, Run
+from phalanx.diagnose.signals import signal_name
+from phalanx.status import Status
+
+_DESCRIPTION = """\
+Tells of a run how it was started, how it ended and why, how each rank ended, and where the logs are. Of one that still
+runs, or whose launcher was killed, it tells what there is. The exit code is 0 whatever the run's own was.
+"""
+_TAIL_LINES = 3
+_TAILS = 8
+
+
+def main(argv: list[str]) -> int:
+    """Entry of ``phalanx report``; returns the exit code."""
+    arguments = parser().parse_args(argv)
+    run = runs.load(events.find_run(arguments.run))
+    if arguments.json:
+        print(json.dumps(run.report if run.report is not None else _fields(run), indent=2))
+    else:
+        print("\n".join(lines(run)))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="phalanx report", description=_DESCRIPTION, allow_abbrev=False)
+    made.add_argument(
+        *("run",),
+        metavar="RUN",
+        nargs="?",
+        help="the run directory, or its name below ./runs (default: the latest run there)",
+    )
+    made.add_argument("--json", action="store_true", help="for programs: report.json")
+    return made
+
+
+def lines(run: Run) -> list[str]:
+    """All that is to be said."""
+    told = [shlex.join([Path(run.command[0]).name, *run.command[1:]])]
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
+    told.append(f"  started {started} on {run.host}, in {run.working_directory}")
+    told.append(f"  {_outcome(run)}")
+    told += _nodes(run)
+    for restart in run.restarts:
+        told.append(clip(f"  attempt {restart.attempt}: {restart.reason}"))
+    said = run.report["said"] if run.report is not None else []
+    if said:
+        told += ["", *said]
+    ranks = _ended_ranks(run) if run.report is not None else _seen_ranks(run)
+    return [*told, "", *ranks, f"logs: {shorten_path(str(run.directory.absolute()))}"]
+
+
+def _outcome(run: Run) -> str:
+    attempts = f", in attempt {run.attempts}" if run.attempts > 1 else ""
+    if run.report is not None:
+        code = run.report["exit_code"]
+        stopped = f" ({signal_name(code - 128)})" if code > 128 and run.report["cause"] is None else ""
+        return f"ended with exit code {code}{stopped} after {_duration(run.seconds)}{attempts}"
+    if run.state == "running":
+        return f"is running, for {_duration(run.seconds)} so far{attempts}"
+    return (
+        f"lost its launcher, which was killed and has left no {events.REPORT_FILE}; it was last heard of after "
+        f"{_duration(run.seconds)}{attempts}"
+    )
+
+
+def _nodes(run: Run) -> list[str]:
+    nodes = run.report["nodes"] if run.report is not None else {}
+    if len(nodes) < 2:
+        return []
+    return [
+        clip(f"  node {host}: {_rank_list(node['ranks'])}, logs in {node['directory']}") for host, node in nodes.items()
+    ]
+
+
+# ---- ranks of a run that has ended
+
+
+def _ended_ranks(run: Run) -> list[str]:
+    told = []
+    tails = 0
+    for ending in sorted(run.endings, key=lambda ending: ending.rank):
+        memory = f", {in_bytes(ending.memory)} at most" if ending.memory else ""
+        why = f": {headline(ending)}" if ending.error is not None else ""
+        told.append(clip(f"rank {ending.rank}: {_role(run, ending)}, {_end(ending)}{memory}{why}"))
+        if ending.failed and tails < _TAILS and not _is_cause(run, ending):
+            tails += 1
+            found = runs.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
+            told += [clip(f"    {line}") for line in found]
+    return told
+
+
+def _role(run: Run, ending: events.Ending) -> str:
+    assert run.report is not None
+    if _is_cause(run, ending):
+        return "the cause"
+    if ending.rank in run.report["alike"]:
+        return "failed in the same way"
+    if ending.rank in run.report["victims"]:
+        return "a victim"
+    return "ended normally" if not ending.failed else "stopped"
+
+
+def _is_cause(run: Run, ending: events.Ending) -> bool:
+    """Whose last lines stand above already."""
+    return run.report is not None and (run.report["cause"] or {}).get("rank") == ending.rank
+
+
+def _end(ending: events.Ending) -> str:
+    if ending.signal is not None:
+        by = " from the launcher" if ending.asked and ending.out_of_memory is None else ""
+        return f"{signal_name(ending.signal)}{by}"
+    return f"exit code {ending.exit_code}"
+
+
+# ---- ranks of a run that has not, or not in order
+
+
+def _seen_ranks(run: Run) -> list[str]:
+    if not run.traces:
+        return ["no rank was started"]
+    told = []
+    for trace in run.traces:
+        told.append(clip(f"rank {trace.rank}: pid {trace.pid}, {_seen(trace, run.state)}"))
+        if run.state == "lost":
+            told += [clip(f"    {line}") for line in runs.last_lines(run.directory, trace.rank, _TAIL_LINES)]
+    return told
+
+
+def _seen(trace: RankTrace, state: str) -> str:
+    if trace.has_exited:
+        how = f"exit code {trace.exit_code}" if trace.signal is None else signal_name(trace.signal)
+        return f"ended with {how}"
+    if trace.status is None:
+        return "runs" if state == "running" else "ended with the launcher"
+    return _doing(trace.status, "" if state == "running" else "last seen ")
+
+
+def _doing(page: Status, prefix: str) -> str:
+    words = [f"{prefix}in phase {page.phase} since {time.strftime('%H:%M:%S', time.localtime(page.since))}"]
+    if page.step:
+        words.append(f"epoch {page.epoch}, step {page.step}")
+    elif page.updates:
+        words.append(f"{page.updates} optimizer steps")
+    waits = page.open_collective
+    if waits is not None:
+        place = f", {waits.place}" if waits.place else ""
+        words.append(f"waits in {waits.op} #{waits.number}{place}")
+    return ", ".join(words)
+
+
+def _fields(run: Run) -> dict[str, object]:
+    """For a run without a report, in the same words where there are any."""
+    return {
+        "state": run.state,
+        "exit_code": None,
+        "attempts": run.attempts,
+        "started": run.started,
+        "seconds": round(run.seconds, 3),
+        "restarts": [dataclasses.asdict(restart) for restart in run.restarts],
+        "ranks": [
+            {
+                **dataclasses.asdict(dataclasses.replace(trace, status=None)),
+                "status": status.to_fields(trace.status) if trace.status else None,
+            }
+            for trace in run.traces
+        ],
+    }
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    """``ranks 0-3``, or ``rank 0``; a node's ranks follow each other."""
+    return f"ranks {min(ranks)}-{max(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"

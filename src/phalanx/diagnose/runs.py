@@ -1,0 +1,119 @@
+"""A run as its directory tells it, whether it has ended, goes on, or lost its launcher."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx import events, status
+from phalanx.errors import UsageError
+from phalanx.status import Status
+
+_TAIL_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Why another attempt was begun."""
+
+    attempt: int
+    """The number of the one that failed, from 1."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What a rank of a run without a report has left."""
+
+    rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    has_exited: bool
+    status: Status | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of it."""
+
+    directory: Path
+    command: list[str]
+    working_directory: str
+    host: str
+    started: float
+    seconds: float
+    """Until its end, until now, or until the last that was heard of it."""
+    state: str
+    """``ended``, ``running``, or ``lost``: its launcher was killed, and could not say how it ended."""
+    attempts: int
+    restarts: tuple[Restart, ...]
+    report: dict[str, Any] | None
+    """report.json, when it has ended."""
+    endings: tuple[events.Ending, ...]
+    traces: tuple[RankTrace, ...]
+    """Of this node, when there is no report."""
+
+
+def load(directory: Path) -> Run:
+    """Reads what there is."""
+    order = _json(directory / events.RUN_FILE)
+    report = _json(directory / events.REPORT_FILE) if (directory / events.REPORT_FILE).exists() else None
+    log = directory / events.AGENT_EVENTS
+    is_running = report is None and events.is_being_written(log)
+    noted = events.read_events(log)
+    restarts = tuple(Restart(int(each["attempt"]), each["cause"]) for each in noted if each["event"] == "restarting")
+    last = time.time() if is_running else max((each["time"] for each in noted), default=order["started"])
+    return Run(
+        directory=directory,
+        command=order["command"],
+        working_directory=order["directory"],
+        host=order["host"],
+        started=order["started"],
+        seconds=report["seconds"] if report else last - order["started"],
+        state="ended" if report else "running" if is_running else "lost",
+        attempts=report["attempts"] if report else len(restarts) + 1,
+        restarts=restarts,
+        report=report,
+        endings=tuple(events.ending_from_fields(fields) for fields in report["ranks"]) if report else (),
+        traces=() if report else _traces(directory, noted),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise UsageError(f"{path} cannot be read: {reason}; the directory is no whole run directory.") from None
+
+
+def _traces(directory: Path, noted: list[dict[str, Any]]) -> tuple[RankTrace, ...]:
+    """Of the last attempt: its processes are the ones that were started after the last restart."""
+    found: dict[int, RankTrace] = {}
+    for each in noted:
+        if each["event"] == "restarting":
+            found.clear()
+        elif each["event"] in ("started", "exited"):
+            rank, pid = each["rank"], each["pid"]
+            page = status.read(status.status_path(directory, rank))
+            found[rank] = RankTrace(
+                *(rank, pid, each.get("exit_code"), each.get("signal"), each["event"] == "exited"),
+                page if page is not None and page.pid == pid else None,
+            )
+    return tuple(found[rank] for rank in sorted(found))
+
+
+def last_lines(directory: Path, rank: int, count: int) -> list[str]:
+    """Of a rank's log; none when there is no log here, as for a rank of another node."""
+    path = events.log_path(directory, rank)
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]

@@ -1,0 +1,94 @@
+"""What a signal means, with what was seen of memory at that moment; and what helps."""
+
+from __future__ import annotations
+
+import signal
+
+from phalanx.diagnose.checkup import in_bytes
+from phalanx.events import Ending, OutOfMemory, SharedMemory
+
+_MEANINGS = {
+    "SIGKILL": "killed from outside: by the kernel when memory runs out, or by somebody's kill -9",
+    "SIGSEGV": "native code touched memory that is not its own",
+    "SIGBUS": "memory could not be provided, most often because /dev/shm is full",
+    "SIGABRT": "native code gave up: a failed check or an uncaught C++ exception",
+    "SIGFPE": "native code divided by zero or overflowed",
+    "SIGILL": "native code used an instruction this processor does not have",
+    "SIGTERM": "another process asked it to end",
+    "SIGINT": "interrupted",
+    "SIGHUP": "its terminal was closed",
+    "SIGPIPE": "it wrote to a pipe that nobody reads",
+    "SIGXCPU": "its limit of processor time was reached",
+}
+_NEARLY_FULL = 0.95
+_MUCH = 1 << 30
+
+
+def meaning(ending: Ending) -> str:
+    """Of the signal that ended a rank."""
+    assert ending.signal is not None
+    name = signal_name(ending.signal)
+    if ending.out_of_memory is not None:
+        return f"{name}, {_killed_for_memory(ending)}"
+    if name == "SIGBUS" and ending.shared_memory is not None:
+        return f"{name}, {_shared_memory(ending.shared_memory)}"
+    return f"{name}, {_MEANINGS[name]}" if name in _MEANINGS else name
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def explanation(ending: Ending) -> list[str]:
+    """The sentences below the headline: what is known beyond it, and what helps."""
+    error = ending.error
+    told = [error.note] if error is not None and error.note else []
+    if ending.out_of_memory is not None:
+        if error is not None:
+            told.append(f"its process {ending.out_of_memory.pid} was {_killed_for_memory(ending)}")
+        told.append(_more_memory(ending.out_of_memory))
+    elif ending.shared_memory is not None:
+        if error is not None:
+            told.append(_shared_memory(ending.shared_memory, is_certain="No space left" in error.message))
+        if not _has_room(ending.shared_memory):
+            told.append(
+                "what DataLoader workers send is kept there: enlarge it (docker run --shm-size 8g, or "
+                "mount -o remount,size=8g /dev/shm), or use fewer workers"
+            )
+    return told
+
+
+def _killed_for_memory(ending: Ending) -> str:
+    killed = ending.out_of_memory
+    assert killed is not None
+    who = f"rank {ending.rank}" if killed.pid == ending.pid else "it"
+    used = f", {who} used {in_bytes(killed.used)}" if killed.used else ""
+    return f"killed by the kernel for memory: the limit is {in_bytes(killed.limit)}{used}"
+
+
+def _more_memory(killed: OutOfMemory) -> str:
+    less = "fewer ranks, fewer DataLoader workers or smaller batches"
+    if not killed.group:
+        return f"that is the memory of this machine; use {less}, or another machine"
+    how = "docker run --memory, sbatch --mem, systemd-run -p MemoryMax="
+    return f"the limit is that of the control group {killed.group}; raise it ({how}), or use {less}"
+
+
+def _shared_memory(found: SharedMemory, *, is_certain: bool = False) -> str:
+    """``is_certain``: the system itself has said that there was no room, though there is again."""
+    used, total = in_bytes(found.used), in_bytes(found.total)
+    if found.used >= _NEARLY_FULL * found.total:
+        return f"/dev/shm is full ({used} of {total})"
+    if is_certain:
+        return f"/dev/shm is too small: its {total} did not suffice"
+    if _has_room(found):
+        return f"a mapped file was cut off, or memory is damaged; /dev/shm has room ({used} of {total} in use)"
+    return f"/dev/shm had no room ({used} of {total} in use around that time), or a mapped file was cut off"
+
+
+def _has_room(found: SharedMemory) -> bool:
+    """So much that it can hardly have been full a moment before."""
+    return found.total - found.used > _MUCH

@@ -1,0 +1,95 @@
+"""What a rank can still find out when an exception has ended its script. Nothing of it costs anything before.
+
+torch is asked only if the script has imported it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import TracebackType
+from typing import Any
+
+from phalanx.diagnose.reduction import missing_gradients
+
+_MOMENT = 1.0
+
+
+def hear_no_more_of_loaders() -> None:
+    """The first thing to be done when a script has failed.
+
+    torch tells of a worker that was killed by raising in the handler of SIGCHLD, wherever Python happens to be. From
+    here on that would be in the middle of telling the failure.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def real_reason(error: BaseException) -> BaseException:
+    """``error``, or what it is the consequence of: a worker of a DataLoader that was killed.
+
+    When that was heard of too late, or in a destructor, there is only a pipe that has lost its other end.
+    """
+    is_vague = type(error) is RuntimeError and "exited unexpectedly" in str(error)
+    reason = _killed_loader(error) if is_vague or isinstance(error, ConnectionError | EOFError) else None
+    if reason is None:
+        return error
+    reason.__context__ = error
+    return reason.with_traceback(error.__traceback__)
+
+
+def _killed_loader(error: BaseException) -> RuntimeError | None:
+    """In the words that torch has for it."""
+    from multiprocessing import connection
+
+    iterator = _owner(error.__traceback__, "torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter")
+    workers = {} if iterator is None else {worker.sentinel: worker for worker in iterator._workers}
+    for sentinel in connection.wait(list(workers), _MOMENT):  # a process closes its pipes before it is dead
+        worker = workers[sentinel]
+        worker.join()
+        if worker.exitcode < 0:
+            killer = signal.strsignal(-worker.exitcode)
+            return RuntimeError(f"DataLoader worker (pid {worker.pid}) is killed by signal: {killer}. ")
+    return None
+
+
+def note(error: BaseException, trace: TracebackType | None) -> str:
+    """What is to be said beyond the exception's own message; empty when there is nothing."""
+    try:
+        return _about_gradients(error, trace)
+    except Exception:  # noqa: BLE001 (this asks objects of the script's; what they raise must not hide the real error)
+        return ""
+
+
+def _about_gradients(error: BaseException, trace: TracebackType | None) -> str:
+    wrapper = _owner(trace, "torch.nn.parallel.distributed", "DistributedDataParallel")
+    if wrapper is None or not isinstance(error, RuntimeError):
+        return ""
+    names = _parameter_names(wrapper)
+    switch = "find_unused_parameters"
+    return missing_gradients(str(error), names, wrapper.find_unused_parameters, "DistributedDataParallel", switch) or ""
+
+
+def _owner(trace: TracebackType | None, module: str, kind: str) -> Any:
+    """The object of torch's in whose methods it was raised, if it was."""
+    loaded = sys.modules.get(module)
+    found = None
+    while loaded is not None and trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, getattr(loaded, kind)):
+            found = owner
+        trace = trace.tb_next
+    return found
+
+
+def _parameter_names(wrapper: Any) -> list[str]:
+    """In the order in which DDP numbers them; none when that cannot be known any more."""
+    ignored = wrapper.parameters_to_ignore
+    named = [(name, each) for name, each in wrapper.module.named_parameters() if name not in ignored]
+    count = wrapper._get_ddp_logging_data().get("num_parameter_tensors")
+    # DDP numbers what wanted a gradient when it wrapped the model. What has been frozen or thawed since shifts that.
+    for names in ([name for name, each in named if each.requires_grad], [name for name, _ in named]):
+        if len(names) == count:
+            return names
+    return []

@@ -1,0 +1,105 @@
+"""Which run is meant, whether it lives, and what its directory tells without a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx import events
+from phalanx.diagnose import report_command, runs
+from phalanx.errors import UsageError
+from phalanx.launch.console import Console
+from phalanx.status import layout
+from phalanx.status.page import StatusPage
+
+
+def new_run(base: Path, name: str) -> Path:
+    directory = events.new_run_directory(base, name)
+    order = {"command": ["/bin/phalanx", "run", "a b.py"], "directory": "/home/ada", "host": "node1"}
+    events.write_json(directory / "run.json", {**order, "started": time.time() - 100.0})
+    return directory
+
+
+def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="there is no run below runs; give the directory that"):
+        events.find_run(None, {})
+    first, second = (new_run(tmp_path / "runs", name) for name in ("20260101-1", "20260102-2"))
+    assert events.find_run(None, {}).resolve() == second
+    assert events.find_run("20260101-1", {}).resolve() == first
+    assert events.find_run("runs/20260101-1", {}).resolve() == first
+    assert events.find_run("runs", {}).resolve() == second
+    assert events.find_run(str(first), {}) == first
+    elsewhere = new_run(tmp_path / "logs", "20260103-3")
+    assert events.find_run(None, {"PET_LOG_DIR": "logs"}).resolve() == elsewhere
+    (tmp_path / "runs/latest").unlink()  # a file system without links
+    assert events.find_run(None, {}).resolve() == second
+    with pytest.raises(UsageError, match=r"is no run directory: it has no run\.json"):
+        events.find_run(str(tmp_path), {})
+    with pytest.raises(UsageError, match="nowhere is no run directory: it does not exist"):
+        events.find_run("nowhere", {})
+    (first / "run.json").write_text("{")
+    with pytest.raises(UsageError, match=r"run\.json cannot be read: it is no JSON"):
+        runs.load(first)
+
+
+def test_an_event_file_tells_whether_its_writer_lives(tmp_path: Path) -> None:
+    path = tmp_path / "agent.events.jsonl"
+    assert not events.is_being_written(path)
+    assert events.read_events(path) == []
+    log = events.EventLog(path)
+    log.write("started", rank=0)
+    assert events.is_being_written(path)
+    assert events.is_being_written(path), "looking changes nothing"
+    log.close()
+    assert not events.is_being_written(path)
+    with path.open("a") as file:
+        file.write('{"time": 3, "eve')  # the disk was full
+    assert [each["event"] for each in events.read_events(path)] == ["started"]
+
+
+def test_a_run_without_a_report(tmp_path: Path) -> None:
+    directory = new_run(tmp_path, "20260101-1")
+    log = events.EventLog(directory / events.AGENT_EVENTS)
+    log.write("started", rank=0, pid=5)
+    log.write("restarting", attempt=1, cause="rank 0 failed: KeyError: 'x' at train.py:6")
+    pages = [StatusPage(directory / f"rank-{rank}.status", rank, 3) for rank in range(2)]
+    pid = os.getpid()
+    for rank in range(3):
+        log.write("started", rank=rank, pid=pid if rank < 2 else 77)
+    log.write("exited", rank=1, pid=pid, exit_code=None, signal=9)
+    pages[0].enter(layout.BACKWARD)
+    told = report_command.lines(runs.load(directory))
+    assert told[0] == "phalanx run 'a b.py'"
+    assert told[2] == "  is running, for 1 min 40 s so far, in attempt 2"
+    assert told[3] == "  attempt 1: rank 0 failed: KeyError: 'x' at train.py:6"
+    assert told[5].startswith(f"rank 0: pid {pid}, in phase backward since ")
+    assert told[6:8] == [f"rank 1: pid {pid}, ended with SIGKILL", "rank 2: pid 77, runs"]
+    log.close()
+    run = runs.load(directory)
+    assert run.state == "lost"
+    assert " last seen in phase backward since " in report_command.lines(run)[5]
+    assert json.loads(json.dumps(report_command._fields(run)))["ranks"][0]["status"]["phase"] == "backward"
+    empty = runs.load(new_run(tmp_path, "20260102-2"))
+    assert "no rank was started" in report_command.lines(empty)
+
+
+def test_what_we_say_begins_a_line(tmp_path: Path) -> None:
+    """A rank that is alone may have left one without an end: a prompt, or what torch writes in a signal's handler."""
+
+    class Rank:
+        def drained(self) -> None: ...
+
+    with (tmp_path / "out").open("w+b") as out, (tmp_path / "err").open("w+b") as err:
+        console = Console(out.fileno(), err.fileno())
+        for text in (b"bus error\n\0", b"and more"):
+            console.put(Rank(), err.fileno(), text)
+        console.put(Rank(), err.fileno(), b"phalanx: one\n", on_a_new_line=True)
+        console.put(Rank(), err.fileno(), b"phalanx: two\n", on_a_new_line=True)
+        console.close()
+        err.seek(0)
+        assert err.read() == b"bus error\n\0and more\nphalanx: one\nphalanx: two\n"
