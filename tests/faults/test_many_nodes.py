@@ -225,27 +225,12 @@ def check_cause(outputs: Sequence[tuple[int, str, str]], who: int) -> None:
     assert f"output: {host}:" in outputs[1 if who == 0 else 0][2], "the other console says where the log is"
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_signal_on_one_node_stops_all(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
-    """For good: it is no fault, so the restart that is left is not made."""
-    agents = start_all(pair, tmp_path, [1, 1], "steps", "600", flags=["--max-restarts", "1"])
-    for each in agents:
-        await_line(each, "place")
-    agents[who].send_signal(signal.SIGINT)
-    outputs = ends(agents, 20)
-    assert outputs[who][0] == 130
-    assert "SIGINT: stopping the ranks" in outputs[who][2]
-    assert outputs[1 - who][0] == 1
-    assert f"node {who} (host node{who}) was stopped by SIGINT, and so are all others" in outputs[1 - who][2]
-    assert not any("starting again" in err for _, _, err in outputs)
+def test_a_signal_on_node_zero_stops_all(pair: VirtualNodes, tmp_path: Path) -> None:
+    interrupt(0, start_stepping(pair, tmp_path))
 
 
-def test_the_agent_of_node_zero_is_killed(pair: VirtualNodes, tmp_path: Path) -> None:
-    kill_an_agent(0, start_stepping(pair, tmp_path), pair)
-
-
-def test_a_link_is_cut_for_three_seconds_and_later_an_agent_is_killed(pair: VirtualNodes, tmp_path: Path) -> None:
-    """They go on after the one, and not after the other."""
+def test_a_link_is_cut_for_three_seconds_and_a_signal_on_node_one_stops_all(pair: VirtualNodes, tmp_path: Path) -> None:
+    """They go on after the cut."""
     agents = start_stepping(pair, tmp_path)
     pair.cut(1)
     time.sleep(3)
@@ -253,11 +238,11 @@ def test_a_link_is_cut_for_three_seconds_and_later_an_agent_is_killed(pair: Virt
     pair.restore(1)
     for each in agents:
         await_step(each, restored_at)
-    kill_an_agent(1, agents, pair)
+    interrupt(1, agents)
 
 
 def start_stepping(pair: VirtualNodes, place: Path) -> list[subprocess.Popen[str]]:
-    agents = start_all(pair, place, [1, 1], "steps", "600")
+    agents = start_all(pair, place, [1, 1], "steps", "600", flags=["--max-restarts", "1"])
     for each in agents:
         await_line(each, "place")
     return agents
@@ -271,7 +256,22 @@ def await_step(process: subprocess.Popen[str], after: float) -> None:
     raise AssertionError("ended without another step")
 
 
-def kill_an_agent(who: int, agents: list[subprocess.Popen[str]], pair: VirtualNodes) -> None:
+def interrupt(who: int, agents: list[subprocess.Popen[str]]) -> None:
+    """For good: it is no fault, so the restart that is left is not made."""
+    agents[who].send_signal(signal.SIGINT)
+    outputs = ends(agents, 20)
+    assert outputs[who][0] == 130
+    assert "SIGINT: stopping the ranks" in outputs[who][2]
+    assert outputs[1 - who][0] == 1
+    assert f"node {who} (host node{who}) was stopped by SIGINT, and so are all others" in outputs[1 - who][2]
+    assert not any("starting again" in err for _, _, err in outputs)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_killed_agent(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
+    agents = start_all(pair, tmp_path, [1, 1], "steps", "600")
+    for each in agents:
+        await_line(each, "place")
     agents[who].kill()
     started = time.monotonic()
     agents[who].communicate(timeout=20)

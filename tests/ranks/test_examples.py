@@ -197,7 +197,6 @@ EXPECTED: dict[str, Callable[[Outcome], None]] = {
     "phalanx run --nproc-per-node 2 examples/gpt.py --steps 40 --width 32 --layers 1 --context 32": gpt,
     "phalanx run --nproc-per-node 4 examples/launch_style.py": launch_style,
     "python -m phalanx.launch --nproc_per_node=4 examples/launch_style.py": launch_style,
-    "python -m phalanx.launch --use-env --nproc_per_node=4 examples/launch_style.py": launch_style,
     "phalanx run --nproc-per-node 3 examples/prepare_once.py --data prepared": prepare_once,
     "python train.py": the_readmes_script_alone,
     "phalanx run --nproc-per-node 4 train.py": the_readmes_script,

@@ -16,7 +16,7 @@ import pytest
 from phalanx.bench import collectives, ddp_step, ddp_step_table, numbers
 from phalanx.bench.collectives_goals import GLOO, KB, LIMIT, MB, MPI, SHM, verdicts
 from phalanx.bench.collectives_table import outcome, size, tables
-from phalanx.bench.jobs import Series, merge, mpi_version
+from phalanx.bench.jobs import Job, Series, merge, mpi_version
 from phalanx.bench.rows import Row, rows
 from phalanx.bench.summary import Summary
 from phalanx.bench.turns import Contender, Turns
@@ -161,17 +161,14 @@ def test_collectives_for_real(phalanx: Runner, tmp_path: Path) -> None:
     assert all(time > 0 for sample in samples for time in sample["microseconds"])
 
 
-def test_without_mpi_the_rest_is_measured(phalanx: Runner, tmp_path: Path) -> None:
-    """No mpirun on PATH; `env` and `sh` are all that is needed of it."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("env", "sh"):
-        (tools / name).symlink_to(f"/usr/bin/{name}")
-    flags = ["--ranks", "2", "--sizes", "4", "--other-size", "8K", "--seconds", "0.01", "--repeats", "1"]
-    got = phalanx("bench", "collectives", *flags, "--out", str(tmp_path / "out"), env={"PATH": str(tools)})
-    assert got.code == 0, got.err
-    assert "bench: mpirun or mpi4py is not installed, so MPI is left out\n" in got.err
-    assert "- MPI: not installed" in got.out
+def test_without_mpi_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[Job] = []
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(collectives, "take", lambda jobs: asked.extend(jobs) or [])
+    report = collectives.measure(collectives.parse(["--ranks", "2,4", "--repeats", "1"]))
+    assert [(job.name, job.ranks) for job in asked] == [("shm and gloo", 2), ("shm and gloo", 4), ("shm and gloo", 1)]
+    assert report.machine["MPI"] == "not installed"
+    assert "bench: mpirun or mpi4py is not installed, so MPI is left out\n" in capsys.readouterr().err
 
 
 def test_ddp_step_for_real(phalanx: Runner, tmp_path: Path) -> None:
@@ -193,12 +190,16 @@ def test_a_job_that_fails_is_explained(phalanx: Runner, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job", ["1/", pytest.param("2/", marks=needs_mpi)])
 def test_ctrl_c_leaves_nothing(job: str, tmp_path: Path) -> None:
-    """While torch's ranks run, and while MPI's do; the leak police looks for what is left."""
+    """While torch's ranks run, without mpirun on PATH, and while MPI's do; the leak police looks for what is left."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
+    (tmp_path / "bin").mkdir()
+    for name in ("env", "sh"):
+        (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    environment = {"TMPDIR": str(temporary), **({"PATH": str(tmp_path / "bin")} if job == "1/" else {})}
     flags = ["--ranks", "2", "--sizes", "64M", "--other-size", "8K", "--seconds", "0.5", "--repeats", "9"]
     command = ["-m", "phalanx", "bench", "collectives", *flags]
-    with start(*command, cwd=tmp_path, env={"TMPDIR": str(temporary)}, stdout=subprocess.DEVNULL) as process:
+    with start(*command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as process:
         assert process.stderr is not None
         seen = ""
         while f"bench: {job}" not in seen:
@@ -211,6 +212,7 @@ def test_ctrl_c_leaves_nothing(job: str, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, rest = process.communicate(timeout=30)
     assert process.returncode == 130
+    assert ("so MPI is left out" in seen) == (job == "1/")
     assert "interrupted; nothing was written, and nothing is left running" in rest
     assert not list(temporary.iterdir())
     assert not (tmp_path / "results").exists()
