@@ -23,6 +23,7 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,8 +127,12 @@ class Ending:
 
     @property
     def status(self) -> int:
-        """As a shell would give it: 128 + signal, or the exit code."""
-        if self.signal is not None:
+        """As a shell would give it: 128 + signal, or the exit code.
+
+        The launcher may have stopped a rank that had failed by itself, when it had heard of another one first.
+        """
+        was_stopped = self.error is not None and self.signal in (signal.SIGTERM, signal.SIGKILL)
+        if self.signal is not None and not was_stopped:
             return 128 + self.signal
         if self.error is not None:
             return self.error.exit_code or 1

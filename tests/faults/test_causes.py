@@ -308,9 +308,12 @@ def test_the_report_of_a_run_that_failed(phalanx: Runner, script, tmp_path: Path
         import os, time
         attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
         print("a line of rank", rank)
-        if rank == 1:
-            raise ValueError(f"in attempt {attempt}")
-        time.sleep(60)
+        if rank == 0:
+            open(f"printed-{attempt}", "w").close()
+            time.sleep(60)
+        while not os.path.exists(f"printed-{attempt}"):
+            time.sleep(0.01)
+        raise ValueError(f"in attempt {attempt}")
         """
     )
     failed = phalanx("run", "--nproc-per-node", "2", "--max-restarts", "1", *WITHOUT_TORCH, name)
@@ -321,7 +324,7 @@ def test_the_report_of_a_run_that_failed(phalanx: Runner, script, tmp_path: Path
     assert lines[1].endswith(f", in {tmp_path}")
     assert lines[2].startswith("  ended with exit code 1 after ")
     assert lines[2].endswith(", in attempt 2")
-    assert lines[3] == "  attempt 1: rank 1 failed: ValueError: in attempt 0 at train.py:6"
+    assert lines[3] == "  attempt 1: rank 1 failed: ValueError: in attempt 0 at train.py:10"
     block = [line.removeprefix("phalanx: ") for line in failed.complaint]
     assert lines[5 : 5 + len(block)] == block
     assert lines[6 + len(block) :] == [

@@ -50,6 +50,16 @@ def test_the_first_failure_in_time_is_the_cause() -> None:
     assert (verdict.cause.rank, verdict.victims, verdict.alike) == (1, (0, 2), ())
 
 
+def test_a_failure_stays_one_when_its_rank_is_stopped_for_another() -> None:
+    """Both failed at once, and the one that was heard of later was told to stop meanwhile."""
+    verdict = find_cause([raised(0, 1.0), dataclasses.replace(raised(1, 0.9), exit_code=None, signal=15)])
+    assert (verdict.cause.rank, verdict.cause.status) == (1, 1)
+    block = report.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-1.log")
+    assert "exit code 1, " in block[1]
+    interrupted = dataclasses.replace(raised(0, 1.0, "KeyboardInterrupt"), exit_code=None, signal=2)
+    assert interrupted.status == 130
+
+
 def test_who_fails_in_the_same_way_is_no_victim() -> None:
     endings = [raised(0, 1.0), raised(1, 2.0), raised(2, 3.0, asked=True), raised(3, 4.0, "RuntimeError", GLOO)]
     verdict = find_cause(endings)

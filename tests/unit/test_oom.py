@@ -185,7 +185,7 @@ def test_the_kernel_chooses_the_largest(machine: Machine) -> None:
 
 
 def test_two_kills_two_ranks(machine: Machine) -> None:
-    found = explained(machine, [member(0, 9, GIB), member(1, 9, GIB), member(2, 9, GIB, asked_with=9)], kills=2)
+    found = explained(machine, [member(0, 9, GIB), member(1, 9, GIB), member(2, 9, 3 * GIB, asked_with=9)], kills=2)
     assert [ending.out_of_memory is not None for ending in found] == [True, True, False], "the last was the agent's"
 
 

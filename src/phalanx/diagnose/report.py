@@ -30,7 +30,8 @@ def failure_block(
     is_ours = cause.error is not None and cause.error.type.startswith("phalanx.") and not told
     lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 3 if is_ours else 1)
     where = [f"rank {cause.rank} of {world_size}", f"host {host}", f"pid {cause.pid}"]
-    where.append(f"exit code {cause.status}" if cause.signal is None else f"signal {cause.signal}")
+    is_crash = cause.signal is not None and cause.error is None
+    where.append(f"signal {cause.signal}" if is_crash else f"exit code {cause.status}")
     where.append(f"{max(0.0, cause.time - started):.1f} s after the start")
     if attempts > 1:
         where.append(f"attempt {attempts}")
