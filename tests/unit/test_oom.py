@@ -14,7 +14,7 @@ from phalanx.diagnose import oom
 from phalanx.diagnose.oom import Counters, Shortage
 from phalanx.events import Ending, ErrorRecord
 from phalanx.launch.nursery import Exited
-from phalanx.launch.vitals import Vitals
+from phalanx.launch.memory import MemoryWatch
 
 GIB = 1 << 30
 
@@ -161,10 +161,10 @@ def endings(members: list[Any]) -> list[Ending]:
 
 
 def explained(machine: Machine, members: list[Any], kills: int) -> list[Ending]:
-    vitals = Vitals(machine.counters())
+    watch = MemoryWatch(machine.counters())
     machine.v2("job", 2 * GIB, kills=kills, shortages=kills)
-    vitals.turn(members, 0.0)
-    return vitals.explain(endings(members))
+    watch.turn(members, 0.0)
+    return watch.explain(endings(members))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from phalanx.launch.nursery import Nursery
 from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
 from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
-from phalanx.launch.vitals import Vitals
+from phalanx.launch.memory import MemoryWatch
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
@@ -172,7 +172,7 @@ class Agent:
         if master is None:
             return []
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
-        self._vitals = Vitals(self._counters)
+        self._memory = MemoryWatch(self._counters)
         name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
         for place in self._company.places():
             events.error_path(self._directory, place.rank).unlink(missing_ok=True)
@@ -189,7 +189,7 @@ class Agent:
         # Nobody can write to the pipes any more, so each of them ends.
         drained_by = time.monotonic() + _DRAIN_SECONDS
         self._loop_until(lambda: not self._streams() or (self._signalled is not None and time.monotonic() > drained_by))
-        endings = self._vitals.explain(self._watch.endings())
+        endings = self._memory.explain(self._watch.endings())
         self._record.keep_errors(endings)
         self._watch.close()
         return endings
@@ -208,7 +208,7 @@ class Agent:
     def _loop_until(self, done: Callable[[], bool]) -> None:
         while not done():
             self._watch.turn(_TICK)
-            self._vitals.turn(self._watch.members.values(), time.monotonic())
+            self._memory.turn(self._watch.members.values(), time.monotonic())
             self._explain_exec()
             self._obey_signals()
             self._heed_company()

@@ -35,7 +35,7 @@ class _Scene:
     shared_memory: events.SharedMemory | None
 
 
-class Vitals:
+class MemoryWatch:
     """Of the ranks of one attempt."""
 
     def __init__(self, counters: oom.Counters) -> None:
