@@ -68,6 +68,11 @@ def headline(hang: Hang) -> str:
     return _clip(f"a hang: {who} {_does(group)}{where}{' while ' * bool(waits)}{waits}")
 
 
+def go_on(quiet: float) -> str:
+    """When it is over."""
+    return f"the ranks go on after {_seconds(quiet)}"
+
+
 _TITLES = {
     "missing": "",
     "desync": ": they have called different collectives",
@@ -182,7 +187,8 @@ def _helper(child: Child, noun: str) -> str:
         return f"{who} {_stopped(vitals.pid)}"
     if line is None:
         return f"{who}: {child.command}" if noun == "process" else f"{who} waits too"
-    return f"{who} is{_place(line).replace(',', ' at', 1)}"
+    busy = f" (CPU {vitals.cpu * 100:.0f} %)" if vitals.cpu > 0.2 else ""
+    return f"{who}{busy} is{_place(line).replace(',', ' at', 1)}"
 
 
 def _evidence(record: RankRecord) -> list[str]:

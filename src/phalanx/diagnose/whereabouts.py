@@ -15,7 +15,7 @@ _FAULTS = 20.0
 _LOADER = ("torch/utils/data/dataloader.py",)
 _LOADER_WORKER = "torch/utils/data/_utils/worker.py"
 
-# What the innermost lines are part of, or else what the user's line says. The kernel's word comes first where it has one.
+# What the kernel says it sleeps in, or what the innermost lines are part of, or what the user's line says.
 _BY_KERNEL = (
     ("sleeps", ("nanosleep",)),
     ("child", ("do_wait", "kernel_wait")),
@@ -40,8 +40,8 @@ class Whereabouts:
     """Of one rank."""
 
     kind: str
-    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, queue, network, idle
-    or unknown"""
+    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, queue, network,
+    idle or unknown"""
     line: Line | None = None
     """The innermost of the user's."""
     helper: Child | None = None
