@@ -16,8 +16,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx import ballot, env
+from phalanx import ballot, env, status
 from phalanx.errors import UsageError
+from phalanx.status import layout
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +137,8 @@ def _choosing(plain: Callable[..., None]) -> Callable[..., None]:
         own_way = given.get("pg_options") is not None or not _is_whole_run(given)
         limit: timedelta | None = given.get("timeout")
         seconds = _TIMEOUT if limit is None else limit.total_seconds()
-        plain(backend if own_way else choose(backend, timeout=seconds), *args, **kwargs)
+        with status.phase(layout.JOINING), status.waiting(layout.INIT_PROCESS_GROUP):
+            plain(backend if own_way else choose(backend, timeout=seconds), *args, **kwargs)
 
     return init_process_group
 

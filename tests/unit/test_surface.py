@@ -69,6 +69,7 @@ EDGES = {
     "launch": {"diagnose", "cli", "cluster"},
     "parallel": {"world"},
     "ports": set(),
+    "recorder": set(),
     "seeds": set(),
     "shm": {"join"},
     "status": set(),

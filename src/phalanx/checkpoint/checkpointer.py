@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from phalanx import attempt
+from phalanx import attempt, status
 from phalanx import world as worlds
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
@@ -21,6 +21,7 @@ from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.words import note, say
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.status.layout import CHECKPOINT
 
 _PATIENCE = 10.0
 
@@ -92,12 +93,13 @@ class Checkpointer:
             )
         if not force and not self._schedule.is_due(state.step):
             return False
-        self.wait()
-        if force and self._saves and state.step == self._last:
-            return False  # it is there already
-        self._begin(state)
-        if not self._asynchronous:
+        with status.phase(CHECKPOINT):
             self.wait()
+            if force and self._saves and state.step == self._last:
+                return False  # it is there already
+            self._begin(state)
+            if not self._asynchronous:
+                self.wait()
         return True
 
     def _begin(self, state: State) -> None:

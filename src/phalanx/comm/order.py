@@ -10,10 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from phalanx import cluster
+from phalanx import cluster, status
 from phalanx import world as worlds
 from phalanx.errors import PeerFailed
 from phalanx.join import wait_for
+from phalanx.status import layout
 from phalanx.world import World
 
 _P = ParamSpec("_P")
@@ -50,7 +51,8 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     leader = _first_of_the_node(world) if local else 0
     key = f"phalanx/first/{local}/{next(_turns[local])}/{leader}"
     if world.rank != leader:
-        _follow(world, leader, key)
+        with status.waiting(layout.RANK_ZERO_FIRST, peer=leader):
+            _follow(world, leader, key)
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""What `phalanx run` adds to torch in a worker: the backend shm, and its choice instead of gloo.
+"""What `phalanx run` adds to torch in a worker: the backend shm and its choice instead of gloo, and the recorder.
 
 The zygote does it once for all. An interpreter of its own does it when the script imports torch, and never if it
 does not.
@@ -18,6 +18,7 @@ from types import ModuleType
 def install() -> None:
     """torch is imported."""
     importlib.import_module("phalanx.backends").install()
+    importlib.import_module("phalanx.recorder").install()
 
 
 def install_on_import() -> None:

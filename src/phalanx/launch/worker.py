@@ -193,6 +193,7 @@ def _first_on_path(directory: str) -> None:
 
 def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
     """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
+    status.complete()
     trace = _user_side(error.__traceback__)
     error.__traceback__ = trace
     if isinstance(error, SystemExit):

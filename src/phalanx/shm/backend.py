@@ -22,23 +22,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import join
+from phalanx import join, status
 from phalanx.shm import monitored, rails
 from phalanx.shm.collectives import Collectives
 from phalanx.shm.failures import Names
 from phalanx.shm.lane import Finished, Lane
+from phalanx.shm.logbook import Logbook
 from phalanx.shm.messages import Messages
 from phalanx.shm.nodes import sort_into_nodes
+from phalanx.shm.options import UNSET, Options, options_of
 from phalanx.shm.segment import Segment
 from phalanx.shm.tensors import is_in_one_piece
+from phalanx.status import layout
+from phalanx.status.layout import ALL_REDUCE
 
 if TYPE_CHECKING:
     from phalanx.shm.across import AcrossNodes
 
 _FINISHED = Finished()
-_UNSET = c10d.AllreduceOptions().timeout
-_Options = Any
-"""torch's AllreduceOptions and its sisters: they have asyncOp, and what the collective needs."""
 
 
 class ShmGroup(dist.ProcessGroup):
@@ -50,7 +51,8 @@ class ShmGroup(dist.ProcessGroup):
         # torch may give two groups without a common rank the same name, and so the same store.
         store = dist.PrefixStore(",".join(map(str, ranks)), store)
         self._names = Names(name, ranks, seconds)
-        messages = Messages(rank, self._names)
+        self._book = Logbook("0" if name == "world" else name, ranks)
+        messages = Messages(rank, self._names, self._book)
         shared = dist.PrefixStore("shm", store)
         claims = join.sign_in(shared, rank, size, seconds, note=messages.address)
         self._names.pids = tuple(claim.pid for claim in claims)
@@ -66,9 +68,9 @@ class ShmGroup(dist.ProcessGroup):
             from phalanx.shm.across import AcrossNodes
 
             messages.close("the group is on several nodes.")
-            self._messages = rails.Letters(self._gloo, self._names)
+            self._messages = rails.Letters(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
-        self._lane = Lane(name)
+        self._lane = Lane(name, self._book)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
@@ -81,138 +83,153 @@ class ShmGroup(dist.ProcessGroup):
         self._gloo = inner
         self._set_default_backend(kind)
 
-    def _go(self, opts: _Options, result: Sequence[Tensor], run: Callable[[], None]) -> dist.Work:
-        if opts.timeout != _UNSET:
+    def _go(
+        self, op: int, tensor: Tensor | None, opts: Options, result: Sequence[Tensor], run: Callable[[], None]
+    ) -> dist.Work:
+        if opts.timeout != UNSET:
             run = functools.partial(self._collectives.within, opts.timeout.total_seconds(), run)
         if opts.asyncOp:
-            return self._lane.later(run, list(result))
-        self._lane.now(run)
+            return self._lane.later(op, tensor, run, list(result))
+        self._lane.now(op, tensor, run)
         return _FINISHED
 
     # ---- one block
 
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: _Options = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Options = None) -> dist.Work:
         tensors = [tensors] if not isinstance(tensors, list) else tensors
-        opts = _options(opts, c10d.AllreduceOptions)
+        opts = options_of(opts, c10d.AllreduceOptions)
         tensor = tensors[0]
         if tensor.layout is not torch.strided:
             return self._gloo.allreduce(tensors, opts)
         if len(tensors) == 1 and not opts.asyncOp:
             # The common case, without what only the others need: that is more than half of the call's time.
             call = self._collectives.prepared.get((tensor.dtype, opts.reduceOp.op.value))
-            if call is not None and opts.timeout == _UNSET and is_in_one_piece(tensor):
-                self._lane.now(self._collectives.repeat, call, tensor)
+            if call is not None and opts.timeout == UNSET and is_in_one_piece(tensor):
+                self._lane.now(ALL_REDUCE, tensor, self._collectives.repeat, call, tensor)
                 return _FINISHED
 
         def run() -> None:
             for tensor in tensors:
                 self._collectives.all_reduce(tensor, opts.reduceOp)
 
-        return self._go(opts, tensors, run)
+        return self._go(ALL_REDUCE, tensor, opts, tensors, run)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.ReduceOptions)
+    def reduce(self, tensors: list[Tensor], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.ReduceOptions)
         (tensor,) = tensors
-        return self._go(opts, tensors, lambda: self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank))
+        run = functools.partial(self._collectives.reduce, tensor, opts.reduceOp, opts.rootRank)
+        return self._go(layout.REDUCE, tensor, opts, tensors, run)
 
-    def broadcast(self, tensors: list[Tensor], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.BroadcastOptions)
+    def broadcast(self, tensors: list[Tensor], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.BroadcastOptions)
         (tensor,) = tensors
-        return self._go(opts, tensors, lambda: self._collectives.broadcast(tensor, opts.rootRank))
+        return self._go(
+            layout.BROADCAST, tensor, opts, tensors, lambda: self._collectives.broadcast(tensor, opts.rootRank)
+        )
 
-    def barrier(self, opts: _Options = None) -> dist.Work:
-        return self._go(_options(opts, c10d.BarrierOptions), [], self._collectives.barrier)
+    def barrier(self, opts: Options = None) -> dist.Work:
+        return self._go(layout.BARRIER, None, options_of(opts, c10d.BarrierOptions), [], self._collectives.barrier)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         limit = self._names.timeout if limit is None else limit
         store = dist.PrefixStore(f"monitored/{next(self._monitored)}", self._store)
-        monitored.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
+        with status.waiting(layout.MONITORED_BARRIER):
+            monitored.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
 
     # ---- a block for each rank
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.AllgatherOptions)
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.AllgatherOptions)
 
         def run() -> None:
             for blocks, tensor in zip(outputs, inputs, strict=True):
                 self._collectives.all_gather(blocks, tensor)
 
-        return self._go(opts, [tensor for blocks in outputs for tensor in blocks], run)
+        return self._go(layout.ALL_GATHER, inputs[0], opts, [tensor for blocks in outputs for tensor in blocks], run)
 
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None
-    ) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> dist.Work:
         """``outputs`` has a list for each rank here, not one for each input."""
-        opts = _options(opts, c10d.AllgatherOptions)
+        opts = options_of(opts, c10d.AllgatherOptions)
         return self.allgather([list(blocks) for blocks in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.AllgatherOptions)
-        return self._go(opts, [output], lambda: self._collectives.all_gather(output, input))
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.AllgatherOptions)
+        return self._go(layout.ALL_GATHER, input, opts, [output], lambda: self._collectives.all_gather(output, input))
 
     def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> dist.Work:
-        opts = _options(opts, c10d.AllgatherOptions)
+        opts = options_of(opts, c10d.AllgatherOptions)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._collectives.all_gather(output, tensor)
 
-        return self._go(opts, outputs, run)
+        return self._go(layout.ALL_GATHER, inputs[0], opts, outputs, run)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.GatherOptions)
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.GatherOptions)
         (tensor,) = inputs
         blocks = outputs[0] if outputs else []
-        return self._go(opts, blocks, lambda: self._collectives.gather(blocks, tensor, opts.rootRank))
+        return self._go(
+            layout.GATHER, tensor, opts, blocks, lambda: self._collectives.gather(blocks, tensor, opts.rootRank)
+        )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.ScatterOptions)
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.ScatterOptions)
         (output,) = outputs
         blocks = inputs[0] if inputs else []
-        return self._go(opts, outputs, lambda: self._collectives.scatter(output, blocks, opts.rootRank))
+        return self._go(
+            layout.SCATTER, output, opts, outputs, lambda: self._collectives.scatter(output, blocks, opts.rootRank)
+        )
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.ReduceScatterOptions)
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.ReduceScatterOptions)
 
         def run() -> None:
             for output, blocks in zip(outputs, inputs, strict=True):
                 self._collectives.reduce_scatter(output, blocks, opts.reduceOp)
 
-        return self._go(opts, outputs, run)
+        return self._go(layout.REDUCE_SCATTER, outputs[0], opts, outputs, run)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.ReduceScatterOptions)
-        return self._go(opts, [output], lambda: self._collectives.reduce_scatter(output, input, opts.reduceOp))
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.ReduceScatterOptions)
+        return self._go(
+            layout.REDUCE_SCATTER,
+            output,
+            opts,
+            [output],
+            lambda: self._collectives.reduce_scatter(output, input, opts.reduceOp),
+        )
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> dist.Work:
-        opts = _options(opts, c10d.ReduceScatterOptions)
+        opts = options_of(opts, c10d.ReduceScatterOptions)
 
         def run() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 self._collectives.reduce_scatter(output, tensor, opts.reduceOp)
 
-        return self._go(opts, outputs, run)
+        return self._go(layout.REDUCE_SCATTER, outputs[0], opts, outputs, run)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
-        opts = _options(opts, c10d.AllToAllOptions)
-        return self._go(opts, outputs, lambda: self._collectives.all_to_all(outputs, inputs))
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None) -> dist.Work:
+        opts = options_of(opts, c10d.AllToAllOptions)
+        run = functools.partial(self._collectives.all_to_all, outputs, inputs)
+        return self._go(layout.ALL_TO_ALL, inputs[0], opts, outputs, run)
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: _Options = None
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Options = None
     ) -> dist.Work:
-        opts = _options(opts, c10d.AllToAllOptions)
+        opts = options_of(opts, c10d.AllToAllOptions)
 
         def run() -> None:
             self._collectives.all_to_all_single(output, input, output_splits, input_splits)
 
-        return self._go(opts, [output], run)
+        return self._go(layout.ALL_TO_ALL, input, opts, [output], run)
 
     # ---- from one to another
 
@@ -261,7 +278,7 @@ class ShmGroup(dist.ProcessGroup):
             self.shutdown()
 
     def _forked(self) -> None:
-        self._lane = Lane(self._names.group)
+        self._lane = Lane(self._names.group, Logbook(self._names.group, self._names.ranks))
         no_place = "this process was forked from a rank and has no place in the group; start it afresh."
         self._lane.closed = self._messages.closed = no_place
         self._collectives.forked()
@@ -276,16 +293,3 @@ class ShmGroup(dist.ProcessGroup):
 
 _living: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [group._forked() for group in _living])
-
-
-def _options(given: _Options, kind: type) -> _Options:
-    """torch's own groups may be called without options, and with an operator in their place."""
-    if type(given) is kind:
-        return given
-    if given is None:
-        return kind()
-    if isinstance(given, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-        options = kind()
-        options.reduceOp = given
-        return options
-    return given

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.errors import UsageError
+from phalanx.shm.logbook import Logbook
 
 _NO_LIMIT = timedelta(0)
 
@@ -133,13 +134,13 @@ class Finished(dist.Work):
 class Lane:
     """The order of a group's collectives."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, book: Logbook) -> None:
+        self._name, self._book, self._page = name, book, book.page
         self._turn = threading.RLock()
         self._running = False
         self._calling_back: int | None = None
         """The thread that holds the turn and runs callbacks."""
-        self._queue: deque[tuple[Callable[[], None], Work]] = deque()
+        self._queue: deque[tuple[Callable[[], None], Work, int]] = deque()
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._recent: deque[Work] = deque(maxlen=_KEPT)
@@ -149,24 +150,26 @@ class Lane:
         self.seconds = 0.0
         """That they have taken, with the waiting for other ranks."""
 
-    def now(self, run: Callable[..., None], *arguments: Any) -> None:
-        """Runs it in this thread, after everything that was asked for before."""
+    def now(self, op: int, tensor: Tensor | None, run: Callable[..., None], *arguments: Any) -> None:
+        """Runs it in this thread, after everything that was asked for before. ``op`` and ``tensor``: for the page."""
+        entry = 0 if self._page is None else self._book.begin(op, tensor, True)
         with self._turn:
             if self._queue and self._calling_back is None:
                 self._catch_up()
-            self._run(run, *arguments)
+            self._run(entry, run, *arguments)
 
-    def later(self, run: Callable[[], None], result: list[Tensor]) -> Work:
+    def later(self, op: int, tensor: Tensor | None, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Runs it in the lane's thread."""
+        entry = 0 if self._page is None else self._book.begin(op, tensor, False)
         work = Work(result)
         if sum(tensor.numel() for tensor in result) <= _SMALL:
             self._recent.append(work)
         if self._calling_back == threading.get_ident():
-            self._perform(run, work)
+            self._perform(run, work, entry)
             return work
         if self._thread is None:
             self._start()
-        self._queue.append((run, work))
+        self._queue.append((run, work, entry))
         self._wake.put(True)
         return work
 
@@ -194,10 +197,12 @@ class Lane:
         while self._queue:
             self._perform(*self._queue.popleft())
 
-    def _perform(self, run: Callable[[], None], work: Work) -> None:
+    def _perform(self, run: Callable[[], None], work: Work, entry: int) -> None:
         error = None
+        if self._page is not None:
+            self._page.start(entry)
         try:
-            self._run(run)
+            self._run(entry, run)
         except Exception as raised:  # noqa: BLE001 (whoever waits for the work raises it)
             error = raised
         except BaseException as raised:  # a signal's: it is also this thread's own
@@ -209,16 +214,20 @@ class Lane:
         finally:
             self._calling_back = before
 
-    def _run(self, run: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, entry: int, run: Callable[..., None], *arguments: Any) -> None:
         if self.closed:
             raise UsageError(self.closed)
         if self._running:
             raise UsageError("a signal handler called a collective while its group was in the middle of another.")
-        self._running = True
+        self._running = has_failed = True
         started = time.perf_counter()
         try:
             run(*arguments)
+            has_failed = False
         finally:
             self._running = False
             self.count += 1
-            self.seconds += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self.seconds += seconds
+            if self._page is not None:
+                self._page.end(entry, seconds, has_failed)

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from phalanx.shm.failures import CollectiveTimeout, Names
 from phalanx.shm.lane import Work
+from phalanx.shm.logbook import Logbook
 from phalanx.shm.tensors import DTYPE_NAMES, Staging, code_of
+from phalanx.status import layout
 
 
 class Message(Work):
     """A send or a receive that somebody can wait for."""
 
-    def __init__(self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names) -> None:
+    def __init__(self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names, book: Logbook) -> None:
         super().__init__([tensor])
         self.peer, self.tag, self.received = peer, tag, received
-        self._staging, self._names = Staging(), names
+        self._staging, self._names, self._book = Staging(), names, book
         block = self._staging.write(tensor) if received else self._staging.read(tensor)
         self._block = block
         self.code, width = code_of(block)
@@ -34,8 +36,12 @@ class Message(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         given = timeout.total_seconds()
         limit = given if given > 0 else self._names.timeout
+        if self.is_completed():
+            return super().wait()
+        op = layout.RECV if self.received else layout.SEND
         try:
-            return super().wait(timedelta(seconds=limit))
+            with self._book.waiting(op, self._block, self.peer):
+                return super().wait(timedelta(seconds=limit))
         except TimeoutError:
             raise CollectiveTimeout(f"the timeout of {limit:g} s is over: {self}.") from None
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.shm.failures import CollectiveAborted, CollectiveMismatch, Names, PeerLost
+from phalanx.shm.logbook import Logbook
 from phalanx.shm.message import Message, spell
 from phalanx.shm.tensors import width_of
 
@@ -29,8 +30,8 @@ _CREDENTIALS = struct.Struct("3i")
 class Messages:
     """The messages of one rank in one group."""
 
-    def __init__(self, rank: int, names: Names) -> None:
-        self._rank, self._names = rank, names
+    def __init__(self, rank: int, names: Names, book: Logbook) -> None:
+        self._rank, self._names, self._book = rank, names, book
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind("")  # an abstract name of the kernel's choice: it leaves no file
         self._listener.listen(len(names.ranks))
@@ -46,10 +47,10 @@ class Messages:
         self._addresses, self._watches = addresses, pidfds
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._post(Message(tensor, peer, tag, received=False, names=self._names))
+        return self._post(Message(tensor, peer, tag, received=False, names=self._names, book=self._book))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Message:
-        return self._post(Message(tensor, peer, tag, received=True, names=self._names))
+        return self._post(Message(tensor, peer, tag, received=True, names=self._names, book=self._book))
 
     def _post(self, message: Message) -> Message:
         if self.closed:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import socket
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,8 +21,10 @@ from phalanx.errors import JoinError, UsageError
 from phalanx.shm import arithmetic
 from phalanx.shm.arithmetic import Reduction
 from phalanx.shm.failures import CollectiveTimeout, Names, PeerLost
+from phalanx.shm.logbook import Logbook
 from phalanx.shm.nodes import Nodes
 from phalanx.shm.tensors import Staging
+from phalanx.status import layout
 
 LOOPBACK = "127.0.0.1"
 NEVER = timedelta(days=1)
@@ -158,14 +162,23 @@ def has_come(work: dist.Work, seconds: float) -> bool:
 class Letter(dist.Work):
     """A send or a receive by gloo, with our errors."""
 
-    def __init__(self, work: dist.Work, what: str, staging: Staging, names: Names) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        what: str,
+        staging: Staging,
+        names: Names,
+        waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         super().__init__()
         self._work, self._what, self._staging, self._names = work, what, staging, names
+        self._waiting = waiting
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         limit = timeout.total_seconds() or self._names.timeout
         try:
-            self._work.wait(timedelta(seconds=limit))
+            with self._waiting():
+                self._work.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 text = f"the timeout of {limit:g} s is over: {self._what} in group '{self._names.group}' has not ended."
@@ -187,15 +200,16 @@ class Letter(dist.Work):
 class Letters:
     """What `Messages` is within a node, for ranks of several."""
 
-    def __init__(self, gloo: Any, names: Names) -> None:
-        self._gloo, self._names = gloo, names
+    def __init__(self, gloo: Any, names: Names, book: Logbook) -> None:
+        self._gloo, self._names, self._book = gloo, names, book
         self.closed: str | None = None
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Letter:
         self._check()
         staging = Staging()
         work = self._gloo.send([staging.read(tensor)], peer, tag)
-        return Letter(work, f"a message to {self._names(peer)} with tag {tag}", staging, self._names)
+        waiting = functools.partial(self._book.waiting, layout.SEND, tensor, peer)
+        return Letter(work, f"a message to {self._names(peer)} with tag {tag}", staging, self._names, waiting)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Letter:
         self._check()
@@ -203,7 +217,8 @@ class Letters:
         block = staging.write(tensor)
         work = self._gloo.recv_anysource([block], tag) if peer is None else self._gloo.recv([block], peer, tag)
         sender = "any rank" if peer is None else self._names(peer)
-        return Letter(work, f"a message from {sender} with tag {tag}", staging, self._names)
+        waiting = functools.partial(self._book.waiting, layout.RECV, tensor, peer)
+        return Letter(work, f"a message from {sender} with tag {tag}", staging, self._names, waiting)
 
     def close(self, reason: str) -> None:
         self.closed = reason

@@ -6,15 +6,33 @@ reads. `own` is the page of this process, if ``phalanx run`` started it.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from phalanx.status import layout
 from phalanx.status.layout import PHASES
 from phalanx.status.page import StatusPage
-from phalanx.status.reading import Collective, Group, Place, Status, ask, from_fields, read, status_path, to_fields
+from phalanx.status.reading import (
+    Collective,
+    Group,
+    Place,
+    Status,
+    ask,
+    from_fields,
+    read,
+    stacks_path,
+    status_path,
+    to_fields,
+)
 
 __all__ = [
     "PHASES",
+    "STACK_SIGNAL",
     "Collective",
     "Group",
     "Place",
@@ -22,14 +40,24 @@ __all__ = [
     "StatusPage",
     "ask",
     "begin",
+    "complete",
     "from_fields",
     "own",
+    "phase",
     "read",
+    "stacks_path",
     "status_path",
     "to_fields",
+    "waiting",
+    "when_begun",
+    "when_failing",
 ]
 
+STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+"""Makes a rank write the Python stacks of all of its threads to `stacks_path`, whatever it is blocked in."""
 _own: StatusPage | None = None
+_completions: list[Callable[[], None]] = []
+_when_begun: list[Callable[[StatusPage], None]] = []
 
 
 def begin(directory: Path, rank: int, world_size: int) -> None:
@@ -39,11 +67,67 @@ def begin(directory: Path, rank: int, world_size: int) -> None:
         _own = StatusPage(status_path(directory, rank), rank, world_size)
     except OSError:
         _own = None
+        return
+    with contextlib.suppress(OSError):
+        fd = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)  # the file stays open as long as the process
+    for call in _when_begun:
+        call(_own)
+
+
+def when_begun(call: Callable[[StatusPage], None]) -> None:
+    """Calls it with every page that this process, or one forked from it, begins."""
+    _when_begun.append(call)
+    if _own is not None:
+        call(_own)
+
+
+def complete() -> None:
+    """This rank fails: what else is known of it is written into the page, for those who read it afterwards."""
+    for call in _completions:
+        call()
+
+
+def when_failing(call: Callable[[], None]) -> None:
+    """Calls it before a rank that fails ends."""
+    _completions.append(call)
 
 
 def own() -> StatusPage | None:
     """None outside of ``phalanx run``, and in processes that a rank has started."""
     return _own
+
+
+@contextlib.contextmanager
+def waiting(op: int, kind: int | None = None, peer: int = layout.NO_PEER, size: int = 0) -> Iterator[None]:
+    """While this rank waits for another one otherwise than in a collective."""
+    page = _own
+    if page is None:
+        yield
+        return
+    entry = page.begin(layout.kind_of(layout.NO_GROUP, op, 0) if kind is None else kind, 0, size, peer=peer)
+    started = time.perf_counter()
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        # Joining is not a part of the training.
+        page.end(entry, 0.0 if op == layout.INIT_PROCESS_GROUP else time.perf_counter() - started, failed)
+
+
+@contextlib.contextmanager
+def phase(number: int) -> Iterator[None]:
+    """In this phase for a while, and then in the one before."""
+    page = _own
+    if page is None:
+        yield
+        return
+    before = page.enter(number)
+    try:
+        yield
+    finally:
+        page.enter(before)
 
 
 def _forget() -> None:

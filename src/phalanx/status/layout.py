@@ -54,12 +54,14 @@ OPERATIONS = (
     *("scatter", "reduce_scatter", "all_to_all", "send", "recv", "init_process_group", "rank_zero_first"),
 )
 """The first is any that has no name here."""
+COLLECTIVE, ALL_REDUCE, BROADCAST, REDUCE, BARRIER, MONITORED_BARRIER, ALL_GATHER, GATHER = range(8)
+SCATTER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, INIT_PROCESS_GROUP, RANK_ZERO_FIRST = range(8, len(OPERATIONS))
 DTYPES = (
     *("", "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
     *("complex64", "complex128", "other"),
 )
-NO_PLACE = 0xFFFF
-NO_PEER = 0xFFFF
+NO_PLACE = NO_PEER = 0xFFFF
+NO_GROUP = 0xFF
 
 
 def kind_of(group: int, op: int, dtype: int) -> int:

@@ -10,6 +10,7 @@ import itertools
 import mmap
 import os
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from phalanx.status.layout import ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENT
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
+_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _HERE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -46,7 +48,7 @@ class StatusPage:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             # A store into memory that a full disk cannot hold would kill us, so its blocks are taken now.
-            os.posix_fallocate(fd, 0, layout.PAGE_BYTES)
+            (os.posix_fallocate if hasattr(os, "posix_fallocate") else _lengthen)(fd, 0, layout.PAGE_BYTES)
             self._page = mmap.mmap(fd, layout.PAGE_BYTES)
         finally:
             os.close(fd)
@@ -61,9 +63,9 @@ class StatusPage:
         self._places: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[str, int, str], int] = {}
         self._next_slot = itertools.count()
-        self._is_users: dict[int, bool] = {}
+        self._sides: dict[int, int] = {}
         self._seen: list[CodeType] = []  # kept, so that no other code gets their ids
-        self._not_users = (_HERE, "<frozen", "<string>")
+        self._never = (_HERE, "<frozen", "<string>")
         self._write_loop()
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
             self._words[word] = value
@@ -168,29 +170,36 @@ class StatusPage:
 
     # ---- places in the user's code
 
-    def not_users(self, directories: Sequence[str]) -> None:
+    def never_users(self, directories: Sequence[str]) -> None:
         """Code below these is not the user's."""
-        self._not_users += tuple(directories)
-        self._is_users.clear()
+        self._never += tuple(directories)
+        self._sides.clear()
 
-    def is_users(self, file: str) -> bool:
-        return not file.startswith(self._not_users)
+    def side(self, file: str) -> int:
+        """0: not the user's, 1: a library's, which may call for the user, 2: the user's own."""
+        if file.startswith(self._never):
+            return 0
+        if "site-packages" in file or "dist-packages" in file:  # these may be below the standard library's
+            return 1
+        return 0 if file.startswith(_STANDARD) else 2
 
     def _place(self, frame: FrameType | None) -> int:
-        """The number of the innermost line that is the user's."""
-        is_users = self._is_users
+        """The number of the innermost line that is the user's; a library's if there is none."""
+        sides, library = self._sides, None
         while frame is not None:
             code = frame.f_code
-            known = is_users.get(id(code))  # its hash takes as long as everything else here
-            if known is None:
-                known = is_users[id(code)] = self.is_users(code.co_filename)
+            side = sides.get(id(code))  # its hash takes as long as everything else here
+            if side is None:
+                side = sides[id(code)] = self.side(code.co_filename)
                 self._seen.append(code)
-            if known:
+            if side == 2:
                 # Not by line: it takes long to find in a long function.
                 found = self._places.get((id(code), frame.f_lasti))
                 return found if found is not None else self._new_place(code, frame)
+            if side == 1 and library is None:
+                library = frame
             frame = frame.f_back
-        return NO_PLACE
+        return NO_PLACE if library is None else self._new_place(library.f_code, library)
 
     def _new_place(self, code: CodeType, frame: FrameType) -> int:
         slot = self._slot_of(code.co_filename, frame.f_lineno, getattr(code, "co_qualname", code.co_name))
@@ -213,6 +222,10 @@ class StatusPage:
             self._page[start : start + len(text)] = text
             self._words[at] = len(text)
         return slot
+
+
+def _lengthen(fd: int, _: int, length: int) -> None:
+    os.ftruncate(fd, length)
 
 
 def _shortened(ranks: Sequence[int]) -> str:

@@ -113,6 +113,11 @@ def status_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"rank-{rank}.status"
 
 
+def stacks_path(run_directory: Path, rank: int) -> Path:
+    """Where a rank writes its Python stacks when it is told to by STACK_SIGNAL."""
+    return run_directory / f"rank-{rank}.stacks"
+
+
 def read(path: Path) -> Status | None:
     """What stands in the page; None when there is none, or none of ours."""
     for _ in range(_TRIES):

@@ -1,0 +1,18 @@
+"""RECORD: what each rank is doing, written into its status page without a change of the script.
+
+`phases` follows the loop by torch's own hooks; `flight` reads torch's flight recorder, which sees what gloo and nccl
+do, and `messages` what it does not see. The collectives of shm are noted by shm itself.
+"""
+
+from __future__ import annotations
+
+from phalanx.recorder import flight, messages, phases
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """torch is imported. Done once, also for all workers that will be forked."""
+    phases.install()
+    flight.install()
+    messages.install()

@@ -1,0 +1,200 @@
+"""Torch's flight recorder, read by a thread of each rank while it trains or hangs.
+
+A look at how far each group has come takes a few microseconds, and is made many times a second. The collectives
+themselves, with the lines that asked for them, take milliseconds; they are written when somebody asks for them, when
+the rank has been in one for a second, and when it fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import status
+from phalanx.status import layout
+from phalanx.status.page import Flight, StatusPage
+
+_LOOK_EVERY = 0.02
+_STUCK_SECONDS = 1.0
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+_reader: Reader | None = None
+
+
+def install() -> None:
+    """The thread begins with the first process group: before, a script may want to fork."""
+    if not hasattr(torch_recorder(), "_dump_fr_trace_json"):  # torch before 2.5
+        return
+    plain = c10d._new_process_group_helper
+
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return plain(*args, **kwargs)
+
+    c10d._new_process_group_helper = new_process_group_helper
+    os.register_at_fork(after_in_child=_forget)
+    status.when_failing(write_now)
+
+
+def torch_recorder() -> Any:
+    import torch._C._distributed_c10d as native
+
+    return native
+
+
+def begin() -> None:
+    global _reader
+    page = status.own()
+    if page is not None and _reader is None:
+        _reader = Reader(page)
+        threading.Thread(target=_reader.live, name="phalanx-recorder", daemon=True).start()
+
+
+def write_now() -> None:
+    """This rank is about to end: its last collectives, for those who read the page afterwards."""
+    if _reader is not None:
+        _reader.write_collectives()
+
+
+def _forget() -> None:
+    global _reader
+    _reader = None
+
+
+@dataclass
+class Reader:
+    """From torch's records to the page's."""
+
+    page: StatusPage
+    names: dict[str, str | None] = field(default_factory=dict)
+    """Of the groups, by torch's number; None for those that are not the script's."""
+    seen: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Last enqueued and completed, by the same number."""
+    changed_at: float = 0.0
+    is_written: bool = False
+    """The collectives in the page are those of now."""
+
+    def live(self) -> None:
+        while True:
+            time.sleep(_LOOK_EVERY)
+            self.look()
+
+    def look(self) -> None:
+        """Notices how far each group has come."""
+        found = json.loads(torch_recorder()._dump_fr_trace_json(False, False)).get("pg_status", {})
+        now = {
+            number: (int(of["last_enqueued_collective"]), int(of["last_completed_collective"]))
+            for number, of in found.items()
+        }
+        if now != self.seen:
+            self._note(now)
+        is_running = any(
+            enqueued > completed for number, (enqueued, completed) in now.items() if self.names.get(number)
+        )
+        self.page.looked(is_running)
+        is_stuck = is_running and not self.is_written and time.monotonic() - self.changed_at > _STUCK_SECONDS
+        if is_stuck or self.page.is_asked():
+            self.write_collectives()
+            self.page.answer()
+
+    def _note(self, now: dict[str, tuple[int, int]]) -> None:
+        self.seen, self.changed_at = now, time.monotonic()
+        if not now.keys() <= self.names.keys():
+            self._learn_names()
+        for number, (enqueued, completed) in now.items():
+            name = self.names.get(number)
+            if name:
+                self.page.group(name, ranks_of(name), max(enqueued, 0), max(completed, 0))
+        if self.is_written:
+            self.is_written = False
+            for index in range(layout.FLIGHT_ENTRIES):
+                self.page.fly(index, None)
+
+    def _learn_names(self) -> None:
+        """Of new groups; torch tells them only with their collectives."""
+        script = {name for group, name in c10d._world.pg_names.items() if not is_noted_elsewhere(group)}
+        for entry in entries():
+            name = entry["process_group"][0]
+            self.names[str(entry["pg_id"])] = name if name in script else None
+
+    def write_collectives(self) -> None:
+        latest = [entry for entry in entries(stacks=True) if self.names.get(str(entry["pg_id"]))]
+        latest = latest[-layout.FLIGHT_ENTRIES :]
+        for index in range(layout.FLIGHT_ENTRIES):
+            self.page.fly(index, self._flight(latest[index]) if index < len(latest) else None)
+        self.is_written = True
+
+    def _flight(self, entry: dict[str, Any]) -> Flight:
+        name = entry["process_group"][0]
+        enqueued, completed = self.seen.get(str(entry["pg_id"]), (0, 0))
+        group = self.page.group(name, ranks_of(name), max(enqueued, 0), max(completed, 0))
+        created = entry["time_created_ns"] / 1e9
+        ended = (entry["time_discovered_completed_ns"] or entry["time_created_ns"]) / 1e9 if entry["retired"] else 0.0
+        sizes = entry["input_sizes"] or entry["output_sizes"]
+        dtypes = entry["input_dtypes"] or entry["output_dtypes"]
+        size = sum(_product(shape) for shape in sizes)
+        dtype = _DTYPES.get(dtypes[0], "other") if dtypes and sizes else ""
+        kind = layout.kind_of(group, operation(entry["profiling_name"]), layout.DTYPES.index(dtype))
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        return Flight(kind, number, size, created, created, ended, self._place(entry.get("frames") or ()))
+
+    def _place(self, frames: Any) -> tuple[str, int, str] | None:
+        found = None
+        for frame in frames:
+            side = self.page.side(frame["filename"])
+            if side == 2 or (side == 1 and found is None):
+                found = frame["filename"], frame["line"], frame["name"]
+            if side == 2:
+                break
+        return found
+
+
+def entries(stacks: bool = False) -> list[dict[str, Any]]:
+    """The flight recorder's, oldest first."""
+    return pickle.loads(torch_recorder()._dump_fr_trace(True, stacks, False)).get("entries", [])
+
+
+def is_noted_elsewhere(group: Any) -> bool:
+    """Whether its own backend does it; gloo inside of that one is not what the script has asked for."""
+    return hasattr(group, "seconds_in_collectives")
+
+
+def ranks_of(name: str) -> list[int]:
+    for group, known in c10d._world.pg_names.items():
+        if known == name:
+            return sorted(c10d._world.pg_group_ranks.get(group, {}))
+    return []
+
+
+def operation(profiling_name: str) -> int:
+    """``gloo:all_reduce``, ``nccl:_all_gather_base`` and the like."""
+    name = profiling_name.rpartition(":")[2].strip("_").removesuffix("_base").removesuffix("_coalesced")
+    name = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}.get(name, name)
+    first = name.split(" ")[0]  # nccl's send and recv say to whom
+    return layout.OPERATIONS.index(first) if first in layout.OPERATIONS else layout.COLLECTIVE
+
+
+def _product(shape: list[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

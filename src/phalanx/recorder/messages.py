@@ -1,0 +1,34 @@
+"""send and recv of other backends: torch's flight recorder does not see those of gloo."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx import status
+from phalanx.recorder.flight import is_noted_elsewhere
+from phalanx.status import layout
+
+
+def install() -> None:
+    dist.send = c10d.send = _noted(layout.SEND, dist.send)
+    dist.recv = c10d.recv = _noted(layout.RECV, dist.recv)
+
+
+def _noted(op: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def message(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(plain).bind_partial(tensor, *args, **kwargs).arguments
+        group = given.get("group") or dist.group.WORLD
+        if status.own() is None or is_noted_elsewhere(group):
+            return plain(tensor, *args, **kwargs)
+        peer = given.get("src", given.get("dst"))
+        with status.waiting(op, peer=layout.NO_PEER if peer is None else peer, size=tensor.numel()):
+            return plain(tensor, *args, **kwargs)
+
+    return message

@@ -1,0 +1,85 @@
+"""Which part of a step a rank is in: data, forward, backward, optimizer, checkpoint.
+
+From the places that every script passes: a DataLoader's next batch, backward, an optimizer's step, torch.save. What
+lies between a batch and backward is forward; a script without a DataLoader is in forward from one step to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from phalanx import status
+from phalanx.status import layout
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_after_a_step = layout.FORWARD
+"""The phase between an optimizer's step and what comes next."""
+
+
+def install() -> None:
+    batches: Any = dataloader._BaseDataLoaderIter
+    batches.__next__ = _fetching(batches.__next__)
+    torch.autograd.backward = _in_phase(layout.BACKWARD, torch.autograd.backward)
+    torch.save = torch.serialization.save = _in_phase(layout.CHECKPOINT, torch.save)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    status.when_begun(lambda page: page.never_users([_TORCH]))
+
+
+def _fetching(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(plain)
+    def fetch(loader: Any) -> Any:
+        global _after_a_step
+        page = status.own()
+        if page is None:
+            return plain(loader)
+        _after_a_step = layout.OTHER
+        page.enter(layout.DATA)
+        then = layout.OTHER
+        try:
+            batch = plain(loader)
+            then = layout.FORWARD
+            return batch
+        finally:
+            page.enter(then)
+
+    return fetch
+
+
+def _in_phase(phase: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """In this phase while it runs, and in none that is known afterwards."""
+
+    @functools.wraps(plain)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        # A compiler that traces this has to find nothing but the function itself.
+        page = None if torch.compiler.is_compiling() else status.own()
+        if page is None:
+            return plain(*args, **kwargs)
+        before = page.enter(phase)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            page.enter(layout.OTHER if phase == layout.BACKWARD else before)
+
+    return wrapped
+
+
+def _before_step(*_: Any) -> None:
+    page = None if torch.compiler.is_compiling() else status.own()
+    if page is not None:
+        page.enter(layout.OPTIMIZER)
+
+
+def _after_step(*_: Any) -> None:
+    page = None if torch.compiler.is_compiling() else status.own()
+    if page is not None:
+        page.stepped()
+        page.enter(_after_a_step)
