@@ -15,7 +15,11 @@ def dossier(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:
     for record in records:
         lines += [f"=== rank {record.rank} on {record.host}", *_facts(record), *_stacks(record.threads)]
         for child in record.children:
-            lines += [f"--- its process {child.vitals.pid}: {child.command}", _words(child.vitals), *_stacks(child.threads)]
+            lines += [
+                f"--- its process {child.vitals.pid}: {child.command}",
+                _words(child.vitals),
+                *_stacks(child.threads),
+            ]
         lines.append("")
     return "\n".join(lines)
 

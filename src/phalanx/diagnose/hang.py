@@ -126,7 +126,7 @@ def _has_come(record: RankRecord, waits: Collective) -> bool:
     if page is None or record.exit_code is not None:
         return False
     if waits.op == "init_process_group":
-        return bool(page.groups) or any(one.op == waits.op for one in page.collectives)
+        return record.has_joined or any(one.op == waits.op for one in page.collectives)
     asked = [one.number for one in page.collectives if one.group == waits.group and one.op not in MESSAGES]
     asked += [group.enqueued or 0 for group in page.groups if group.name == waits.group]
     return max(asked, default=-1) >= waits.number
@@ -138,16 +138,17 @@ def _awaited_peer(
     if waits.peer is None:  # recv from anybody
         yield from (record.rank for record in records if record.rank in ranks and record.waits_in is None)
         return
-    peer = ranks[waits.peer] if waits.peer < len(ranks) else waits.peer
+    peer = ranks[waits.peer] if waits.group and waits.peer < len(ranks) else waits.peer
     record = next((record for record in records if record.rank == peer), None)
     theirs = record.waits_in if record else None
     answers = theirs is not None and theirs.op in MESSAGES and theirs.op != waits.op and theirs.group == waits.group
-    if not (answers and theirs is not None and theirs.peer in (None, _number(waiter.rank, ranks))):
+    if not (answers and theirs is not None and theirs.peer in (None, _number(waiter.rank, waits, ranks))):
         yield peer
 
 
-def _number(rank: int, ranks: tuple[int, ...]) -> int:
-    return ranks.index(rank) if rank in ranks else rank
+def _number(rank: int, waits: Collective, ranks: tuple[int, ...]) -> int:
+    """As the group counts; without a group, as all do."""
+    return ranks.index(rank) if waits.group and rank in ranks else rank
 
 
 # ---- ranks that have asked for different things

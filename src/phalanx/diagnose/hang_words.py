@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnose.hang import MESSAGES, Elsewhere, Hang, Waiting
-from phalanx.diagnose.rank_record import Child, RankRecord
+from phalanx.diagnose.rank_record import BUSY, Child, RankRecord
 from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
@@ -22,7 +22,7 @@ _DOES = {
     "disk": "waits for a disk or a network file system",
     "idle": "does nothing",
     "loader": "waits for its data loader",
-    "finished": "has finished its script",
+    "finished": "has finished its script, but its process has not ended",
     "ended": "has ended",
     "unknown": "is somewhere else",
 }
@@ -61,7 +61,8 @@ def headline(hang: Hang) -> str:
         ranks = hang.waiting[0].ranks
         waits = f"{those(ranks)} {_wait(ranks)} in {_name(hang.waiting[0])}"
     if not hang.elsewhere:
-        return _clip(f"a hang: {waits}")
+        others = [f"{those(group.ranks)} {_wait(group.ranks)} in {_name(group)}" for group in hang.waiting[1:3]]
+        return _clip(f"a hang: {', '.join([waits, *others])}")
     group = hang.elsewhere[0]
     who = those(group.ranks) if len(group.ranks) == 1 else f"each of {those(group.ranks)}"
     where = f" at {_short(group.what.line)}" if group.what.line else ""
@@ -114,7 +115,8 @@ def _name(group: Waiting) -> str:
     one = group.collective
     if one.op in MESSAGES:
         towards = "to" if one.op == "send" else "from"
-        return f"{one.op} {towards} {'any rank' if one.peer is None else f'rank {one.peer}'}"
+        peer = "any rank" if one.peer is None else f"rank {one.peer}"
+        return f"{one.op} {towards} {peer}{'' if one.group in ('', '0') else f' of group {one.group}'}"
     if not one.group:  # init_process_group, rank_zero_first: they have no number
         return one.op
     return f"{one.op} #{one.number}{'' if one.group == '0' else f' of group {one.group}'}"
@@ -187,7 +189,7 @@ def _helper(child: Child, noun: str) -> str:
         return f"{who} {_stopped(vitals.pid)}"
     if line is None:
         return f"{who}: {child.command}" if noun == "process" else f"{who} waits too"
-    busy = f" (CPU {vitals.cpu * 100:.0f} %)" if vitals.cpu > 0.2 else ""
+    busy = f" (CPU {vitals.cpu * 100:.0f} %)" if vitals.cpu > BUSY else ""
     return f"{who}{busy} is{_place(line).replace(',', ' at', 1)}"
 
 
@@ -195,7 +197,8 @@ def _evidence(record: RankRecord) -> list[str]:
     facts = [f"last progress {_seconds(record.quiet)} ago"]
     page, vitals = record.status, record.vitals
     if page is not None:
-        facts.append(f"in phase {page.phase}")
+        if page.phase not in ("started", "other"):
+            facts.append(f"in phase {page.phase}")
         if page.step:
             facts.append(f"step {page.step}" + f" of epoch {page.epoch}" * bool(page.epoch))
         elif page.updates:

@@ -41,7 +41,7 @@ def sighting_of(record: RankRecord) -> Sighting:
     return Sighting(
         rank=record.rank,
         waits_in=(waits.group, waits.number, waits.op, waits.size) if waits else None,
-        has_joined=page is not None and bool(page.groups),
+        has_joined=record.has_joined,
         has_stepped=page is not None and (page.updates > 0 or page.step > 0),
         phase=page.phase if page else "started",
         works=any(one.works for one in everything),

@@ -12,7 +12,9 @@ from phalanx.diagnose import stacks
 from phalanx.diagnose.stacks import Thread
 from phalanx.status import Collective, Place, Status
 
-_BUSY = 0.2
+UNNAMED = "collective"
+BUSY = 0.2
+"""Of a core: a process that uses more works."""
 _MOVES = 1000.0
 
 
@@ -39,7 +41,7 @@ class Vitals:
 
     @property
     def works(self) -> bool:
-        return self.cpu > _BUSY or self.moves or self.waits_for_disk
+        return self.cpu > BUSY or self.moves or self.waits_for_disk
 
     @property
     def moves(self) -> bool:
@@ -76,7 +78,16 @@ class RankRecord:
 
     @property
     def waits_in(self) -> Collective | None:
-        return None if self.exit_code is not None or self.status is None else self.status.open_collective
+        """The collective that it has asked for and that has not ended. A stopped rank waits for nobody."""
+        if self.status is None or self.vitals is None or self.vitals.state in "Tt":
+            return None
+        return self.status.open_collective or _unnamed(self.status)
+
+    @property
+    def has_joined(self) -> bool:
+        """It has a process group. Torch's flight recorder shows one only when it is used."""
+        page = self.status
+        return page is not None and bool(page.groups or any(map(_is_joining_done, page.collectives)))
 
     def source_of(self, place: Place | None) -> str:
         return self.sources.get(f"{place.file}:{place.line}", "") if place else ""
@@ -84,6 +95,20 @@ class RankRecord:
     @property
     def main(self) -> Thread | None:
         return stacks.main_thread(self.threads)
+
+
+def _unnamed(page: Status) -> Collective | None:
+    """How far a group has come is known at once, which collective it is in when the rank finds the time to write it."""
+    ended = {(one.group, one.number) for one in page.collectives}  # if one were open, it would have a name
+    for group in page.groups:
+        has_more = group.enqueued is not None and group.enqueued > (group.completed or 0)
+        if group.enqueued is not None and has_more and (group.name, group.enqueued) not in ended:
+            return Collective(group.name, group.enqueued, UNNAMED, "", 0, None, "running", page.since, None, None, None)
+    return None
+
+
+def _is_joining_done(one: Collective) -> bool:
+    return one.op == "init_process_group" and one.state == "done"
 
 
 def to_fields(record: RankRecord) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])? \(most recent call first\):")
+_THREAD = re.compile(
+    r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?|Stack) \(most recent call first\):"
+)
 _LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 # A rank may run under another interpreter than we do, so its library is known by the look of its path as well.
@@ -74,7 +76,7 @@ def main_thread(threads: Sequence[Thread]) -> Thread | None:
 
 
 def from_faulthandler(text: str) -> tuple[Thread, ...]:
-    """What one process has written after one signal."""
+    """What one process has written about itself, once."""
     found: list[tuple[str, list[Line]]] = []
     for row in text.splitlines():
         if begun := _THREAD.match(row):
@@ -82,10 +84,11 @@ def from_faulthandler(text: str) -> tuple[Thread, ...]:
         elif (matched := _LINE.match(row)) and found:
             line = Line(_unescaped(matched["file"]), int(matched["line"]), _unescaped(matched["function"]))
             found[-1][1].append(line)
-    # It gives no names. The main thread began with a module's first line, and before all others: they are listed
-    # newest first, and a very deep stack is cut off at that end.
+    names = [name for name, _ in found]
+    # A signal handler knows no names. The main thread began with a module's first line, and before all others: they are
+    # listed newest first, and a very deep stack is cut off at that end.
     mains = [index for index, (_, lines) in enumerate(found) if lines and lines[-1].function == "<module>"]
-    main = mains[-1] if mains else len(found) - 1
+    main = names.index("MainThread") if "MainThread" in names else mains[-1] if mains else len(found) - 1
     return tuple(Thread(tuple(lines), name, index == main) for index, (name, lines) in enumerate(found))
 
 

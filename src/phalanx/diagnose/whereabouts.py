@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.rank_record import Child, RankRecord, Vitals
+from phalanx.diagnose.rank_record import BUSY, Child, RankRecord, Vitals
 from phalanx.diagnose.stacks import Line, Thread, main_thread
 
-_COMPUTES = 0.5
 _SWAPPED = 16 << 20
 _FAULTS = 20.0
 _LOADER = ("torch/utils/data/dataloader.py",)
@@ -17,10 +16,10 @@ _LOADER_WORKER = "torch/utils/data/_utils/worker.py"
 
 # What the kernel says it sleeps in, or what the innermost lines are part of, or what the user's line says.
 _BY_KERNEL = (
-    ("sleeps", ("nanosleep",)),
-    ("child", ("do_wait", "kernel_wait")),
-    ("input", ("tty_read", "n_tty")),
-    ("network", ("inet_csk", "sk_wait", "tcp_", "inet_", "wait_woken")),
+    ("sleeps", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep")),
+    ("child", ("do_wait", "kernel_wait4")),
+    ("input", ("tty_read", "n_tty_read")),
+    ("network", ("inet_csk_", "sk_wait_", "tcp_", "unix_stream_", "wait_woken")),
 )
 _BY_FILE = (
     ("child", ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/process.py")),
@@ -61,7 +60,8 @@ def whereabouts(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Where
     left = next(filter(None, (has_left(record, other) for other in waiting)), None)
     kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
     if kind is not None:
-        return Whereabouts(kind, line, left=left)
+        is_behind = kind == "finished" and not (main and main.users)  # it is in nothing of the user's any more
+        return Whereabouts(kind, None if is_behind else line, left=left)
     if main is not None and _is_in_loader(main):
         return Whereabouts("loader", line, helper=_stuck(record.children, of_loader=True), left=left)
     kind = _idle_kind(record, main)
@@ -88,24 +88,32 @@ def _by_kernel_alone(vitals: Vitals | None) -> str | None:
 def _idle_kind(record: RankRecord, main: Thread | None) -> str:
     vitals = record.vitals
     assert vitals is not None
-    if vitals.cpu >= _COMPUTES:
+    if vitals.cpu > BUSY:
         return "computes"
-    for kind, names in _BY_KERNEL:
-        if any(name in vitals.waits_in for name in names):
-            return kind
-    innermost, telling = (main.innermost, main.telling) if main else (None, None)
-    if innermost is not None and not innermost.is_users:
-        # Only the innermost few are about what it waits for; those further out have called it.
-        inner = main.lines[:4] if main else ()
-        for kind, files in _BY_FILE:
-            if any(line.is_in(*files) for line in inner if not line.is_users):
-                return kind
-    for kind, pattern in _BY_TEXT:
-        if telling is not None and pattern.search(telling.source):
-            return kind
+    found = _by_kernel(vitals) or (_by_code(main) if main else None)
+    if found is not None:
+        return found
     if vitals.state == "D" or vitals.waits_for_disk:
         return "disk"
+    if vitals.waits_in.startswith("futex"):  # which stands behind many things
+        return "lock"
     return "idle" if main is not None else "unknown"
+
+
+def _by_kernel(vitals: Vitals) -> str | None:
+    return next((kind for kind, names in _BY_KERNEL if vitals.waits_in.startswith(names)), None)
+
+
+def _by_code(main: Thread) -> str | None:
+    innermost, telling = main.innermost, main.telling
+    if innermost is not None and not innermost.is_users:
+        # Only the innermost few are about what it waits for; those further out have called it.
+        inner = [line for line in main.lines[:4] if not line.is_users]
+        for kind, files in _BY_FILE:
+            if any(line.is_in(*files) for line in inner):
+                return kind
+    text = telling.source if telling else ""
+    return next((kind for kind, pattern in _BY_TEXT if pattern.search(text)), None)
 
 
 # ---- other processes and threads

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx import events
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic import RunOver, Terms
+from phalanx.launch.hearing import Hearing
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.rendezvous import NodeCard
@@ -68,6 +69,7 @@ class Alone:
     def __init__(self, nursery: Nursery, nproc: int) -> None:
         self._nursery = nursery
         self._places = placements([nproc])
+        self.hearing = Hearing()
 
     def meet(self, attempt: int, loop: Loop) -> int:
         """There is nobody to be met."""
@@ -102,6 +104,10 @@ class Alone:
         """The run directory with a rank's log, when it is on another node."""
         return None
 
+    def told_as(self, directory: str) -> str:
+        """A directory of this node, as all consoles of the run can tell it."""
+        return directory
+
     def close(self, exit_code: int | None) -> None:
         pass
 
@@ -129,6 +135,7 @@ class Company:
         self._stopped_for_good = False
         self._master: tuple[str, int] | None = None
         self._settled: list[events.Ending] | None = None
+        self.hearing = Hearing()
         self._told = True  # nothing has begun that could be stopped
         self.stop_reason: str | None = None
         """What another node has said for this node's ranks to be stopped."""
@@ -193,6 +200,9 @@ class Company:
         if self._cards is None or ending.host == self._own.host:
             return None
         return next((f"{card.host}:{card.directory}" for card in self._cards if card.host == ending.host), None)
+
+    def told_as(self, directory: str) -> str:
+        return f"{self._own.host}:{self._own.directory}"
 
     def loss(self) -> str:
         assert self._cards is not None

@@ -6,13 +6,11 @@ that is known of every rank, and what it concludes is announced on all nodes in 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.diagnose import rank_record
 from phalanx.diagnose.patience import Sighting
 from phalanx.diagnose.rank_record import RankRecord
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import status
-from phalanx.diagnose.rank_record import RankRecord
+from phalanx.diagnose.rank_record import UNNAMED, RankRecord
 from phalanx.diagnose.stacks import source_of
-from phalanx.launch.stacks import stacks_of
+from phalanx.launch.stacks import Wanted, stacks_of
 
 _LONGEST = 6.0
 _ANSWER = 0.5
+_SLOW_ANSWER = 3.0
+"""If torch's compiler is there, torch may take seconds to find the line that has asked for a collective."""
 _MOST_CHILDREN = 16
 
 
@@ -50,11 +52,16 @@ class Inquiry:
         deadline = time.monotonic() + _LONGEST
         with ThreadPoolExecutor(min(16, len(self._subjects))) as pool:
             records = list(pool.map(self._with_page, self._subjects))
-        wanted = {
-            subject.pid: (status.stacks_path(self._directory, record.rank), _children_of_interest(record))
+        wanted = [
+            Wanted(
+                subject.pid,
+                _children_of_interest(record),
+                status.status_path(self._directory, record.rank),
+                status.stacks_path(self._directory, record.rank),
+            )
             for subject, record in zip(self._subjects, records, strict=True)
             if subject.pid is not None
-        }
+        ]
         found = stacks_of(wanted, deadline)
         self.records = [
             replace(
@@ -72,7 +79,8 @@ class Inquiry:
         path = status.status_path(self._directory, record.rank)
         if subject.pid is not None and record.vitals is not None and record.vitals.state not in "Tt":
             try:
-                status.ask(path, _ANSWER)
+                is_slow = record.waits_in is not None and record.waits_in.op == UNNAMED
+                status.ask(path, _SLOW_ANSWER if is_slow else _ANSWER)
             except (OSError, ValueError):  # it has none, or an empty one
                 return record
         page = status.read(path)
@@ -84,7 +92,6 @@ def _sources(page: status.Status) -> dict[str, str]:
     return {f"{place.file}:{place.line}": source_of(place.file, place.line) for place in places}
 
 
-def _children_of_interest(record: RankRecord) -> list[int]:
+def _children_of_interest(record: RankRecord) -> tuple[int, ...]:
     """Of a rank that waits for other ranks, none."""
-    return [] if record.waits_in else [child.vitals.pid for child in record.children[:_MOST_CHILDREN]]
-
+    return () if record.waits_in else tuple(child.vitals.pid for child in record.children[:_MOST_CHILDREN])

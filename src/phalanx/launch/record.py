@@ -55,12 +55,20 @@ class Record:
             if ending.error is not None:
                 self.keep(f"error-{ending.rank}.json", dataclasses.asdict(ending.error))
 
-    def keep_end(self, exit_code: int, endings: list[events.Ending], verdict: Verdict | None, attempt: int) -> None:
+    def keep_end(
+        self,
+        exit_code: int,
+        endings: list[events.Ending],
+        verdict: Verdict | None,
+        attempt: int,
+        hang: Mapping[str, object] | None,
+    ) -> None:
+        """``hang``: for which the ranks were ended; it is the cause then."""
         content = {
             "exit_code": exit_code,
             "attempts": attempt + 1,
             "seconds": round(time.time() - self._started, 3),
-            "cause": dataclasses.asdict(verdict.cause) if verdict else None,
+            "cause": dataclasses.asdict(verdict.cause) if verdict else {"hang": hang} if hang else None,
             "victims": verdict.victims if verdict else (),
             "ranks": [dataclasses.asdict(ending) for ending in endings],
         }

@@ -1,7 +1,9 @@
-"""Gets the Python stacks of processes that stand still: by a signal, and where that is not answered by py-spy.
+"""Gets the Python stacks of processes that stand still.
 
-Every rank writes its stacks to a file of its own when it is told to, and so do the processes that it has forked. A
-process that does not catch the signal would be killed by it, so that is looked at first.
+A rank's own recorder writes those of all threads when it is asked to. If it cannot, because the interpreter is not
+free, or there is none, as in the workers of a data loader, a signal makes the main thread write its own. Last comes
+py-spy, if it is installed: for processes that are stopped, or not ours. A process that does not catch the signal would
+be killed by it, so that is looked at first.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import status
@@ -21,26 +25,50 @@ from phalanx.diagnose import stacks
 from phalanx.diagnose.stacks import Thread
 from phalanx.launch import vitals
 
+_MOST_AT_ONCE = 16
+_ANSWER = 0.5
 _LONGEST_ANSWER = 1.0
 _SETTLED = 0.05
 _LONGEST_PY_SPY = 3.0
 
 
-def stacks_of(subjects: Mapping[int, tuple[Path, Sequence[int]]], deadline: float) -> dict[int, tuple[Thread, ...]]:
-    """``subjects``: of each rank's process the file of its stacks, and the processes below it that matter.
+@dataclass(frozen=True)
+class Wanted:
+    """A rank's process, and those below it that matter."""
 
-    The processes of one rank share a file, so they are asked one after the other; the ranks at the same time.
-    """
-    found: dict[int, tuple[Thread, ...]] = {}
-    queues = {root: [root, *children] for root, (_, children) in subjects.items()}
+    pid: int
+    children: Sequence[int]
+    page: Path
+    file: Path
+    """Where all of these write their stacks."""
+
+
+def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thread, ...]]:
+    """By pid. The processes of one rank share a file, so they are asked one after the other; the ranks all at once."""
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(wanted) or 1)) as pool:
+        found = dict(zip((one.pid for one in wanted), pool.map(_by_recorder, wanted), strict=True))
+    queues = {one: [pid for pid in (one.pid, *one.children) if not found.get(pid)] for one in wanted}
     while any(queues.values()) and time.monotonic() < deadline:
-        asked = {queue.pop(0): subjects[root][0] for root, queue in queues.items() if queue}
-        found |= _by_signal(asked)
-    for root, (_, children) in subjects.items():
-        for pid in (root, *children):
+        found |= _by_signal({queue.pop(0): one.file for one, queue in queues.items() if queue})
+    for one in wanted:
+        for pid in (one.pid, *one.children):
             if not found.get(pid) and time.monotonic() < deadline:
                 found[pid] = _by_py_spy(pid)
     return {pid: stacks.with_sources(threads) for pid, threads in found.items()}
+
+
+# ---- by the rank itself
+
+
+def _by_recorder(one: Wanted) -> tuple[Thread, ...]:
+    begin = _size(one.file)
+    if not _is_running(one.pid):
+        return ()
+    try:
+        has_answered = status.ask_stacks(one.page, _ANSWER)
+    except (OSError, ValueError):  # it has no page, or an empty one
+        return ()
+    return stacks.from_faulthandler(_tail(one.file, begin)) if has_answered else ()
 
 
 # ---- by a signal
@@ -86,7 +114,11 @@ def _tell(pid: int) -> bool:
 def _listens(pid: int) -> bool:
     """Whether it catches the signal, and runs: one that is stopped would answer after its return, to nobody."""
     caught = int(vitals.field_of(pid, "SigCgt") or "0", 16)
-    return bool(caught >> (status.STACK_SIGNAL - 1) & 1) and vitals.field_of(pid, "State")[:1] not in ("T", "t", "Z")
+    return bool(caught >> (status.STACK_SIGNAL - 1) & 1) and _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    return vitals.field_of(pid, "State")[:1] not in ("", "T", "t", "Z")
 
 
 def _size(file: Path) -> int:

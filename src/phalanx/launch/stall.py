@@ -92,6 +92,8 @@ class StallWatch:
             self._hearing.report(None)
             self._end_stall()
             return
+        if not self._vigil.is_informed:
+            return
         subjects = self._vigil.subjects(members, now)
         report = Report(quiet, tuple(sighting_of(subject.record) for subject in subjects))
         self._hearing.report(report)

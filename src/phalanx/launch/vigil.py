@@ -16,7 +16,7 @@ from phalanx.launch.member import Member
 from phalanx.launch.vitals import Chart, command_of
 
 _SLEPT = 5.0
-"""Seconds without a look after which it was us who stood still: a machine that was asleep, an agent that was stopped."""
+"""Seconds without a look: it was us who stood still, stopped or on a machine that was asleep."""
 
 
 class Vigil:
@@ -58,6 +58,11 @@ class Vigil:
     def quiet(self, now: float) -> float:
         """Seconds since the last progress of any rank of this node."""
         return now - max(self._moved_at.values(), default=now)
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether it has watched them for long enough to say who works."""
+        return self._chart.span >= self._stall_after / 4
 
     def subjects(self, members: Mapping[int, Member], now: float) -> list[Subject]:
         """What is known of each rank without asking it."""

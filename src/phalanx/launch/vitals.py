@@ -105,6 +105,11 @@ class Chart:
             while len(readings) > 2 and now - readings[1].at >= self._window:
                 readings.popleft()
 
+    @property
+    def span(self) -> float:
+        """Seconds between the first reading and the last."""
+        return max((readings[-1].at - readings[0].at for readings in self._readings.values()), default=0.0)
+
     def vitals(self, pid: int) -> Vitals | None:
         """None when it has ended, or was never seen."""
         readings = self._readings.get(pid)

@@ -189,6 +189,8 @@ class Watch:
         if member.asked_at is None:
             member.asked_at = time.time()
         self._nursery.signal(member.pid, number)
+        if number != signal.SIGKILL:
+            self._nursery.signal(member.pid, signal.SIGCONT)  # a stopped process would not hear the other one
 
 
 def _is_cleaning_up(member: Member) -> bool:
