@@ -22,7 +22,7 @@ _DOES = {
     "disk": "waits for a disk or a network file system",
     "idle": "does nothing",
     "loader": "waits for its data loader",
-    "finished": "has finished its script, but its process has not ended",
+    "finished": "has finished its script",
     "ended": "has ended",
     "unknown": "is somewhere else",
 }
@@ -177,6 +177,8 @@ def _where(what: Whereabouts) -> str:
 def _details(what: Whereabouts, record: RankRecord) -> list[str]:
     if what.helper is not None:
         return [_helper(what.helper, "worker" if what.kind == "loader" else "process")]
+    if what.kind == "finished" and record.vitals is not None:
+        return [f"its process (pid {record.vitals.pid}) has not ended: one of its threads may keep it"]
     if what.holder is not None:
         return [f"another thread of rank {record.rank} may hold it{_place(what.holder).replace(',', ':', 1)}"]
     return []

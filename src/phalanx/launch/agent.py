@@ -22,16 +22,16 @@ from phalanx.diagnose.repetition import Repetition
 from phalanx.errors import LaunchError
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
+from phalanx.launch.crew import Crew
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.elastic import RunOver
 from phalanx.launch.logs import Pump
-from phalanx.launch.member import Member, new_member
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.pumps import Pumps
 from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
-from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
+from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.voice import Voice
 from phalanx.launch.watch import Watch
@@ -68,9 +68,13 @@ class Agent:
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
+        self._standing: Mapping[str, Any] | None = None
+        """The verdict on ranks that stand still, as long as they do."""
         self._hang: Mapping[str, Any] | None = None
-        """For which the ranks of this attempt have been ended."""
-        self._interface = route.interface if route is not None else None
+        """The one that this attempt has ended for."""
+        interface = route.interface if route is not None else None
+        complain = self._voice.say_one
+        self._crew = Crew(spec, self._environ, directory, interface, self._console, self._pumps, complain)
         self._company = new_company(
             spec, route, nursery, self._selector, directory, self._voice.say_one, self._voice.show
         )
@@ -164,12 +168,15 @@ class Agent:
             return None, self._hang["headline"]
         if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
             reason = self._company.loss() or self._company.stop_reason
+            if not reason and self._standing is not None:  # they have waited for it until their timeout was over
+                self._hang, reason = self._standing, self._standing["headline"]
             if reason:
                 return None, reason
         verdict = find_cause(endings)
         return verdict, report.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
+        self._hang = self._standing = None
         master = self._company.begin(attempt, self._idle_until)
         if master is None:
             return []
@@ -181,24 +188,7 @@ class Agent:
             self._company.hearing,
             self._signals.wake,
         )
-        self._hang = None
-        name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
-        for place in self._company.places():
-            events.error_path(self._directory, place.rank).unlink(missing_ok=True)
-            member = new_member(
-                self._spec,
-                place,
-                self._directory,
-                attempt,
-                self._console,
-                self._pumps.resume,
-                self._voice.say_one,
-            )
-            environment = worker_environment(self._environ, self._spec, place, master, attempt, name, self._interface)
-            worker = WorkerSpec(
-                place.rank, place.local_rank, self._spec.program, environment, start_method=self._spec.start_method
-            )
-            self._start(member, worker)
+        self._crew.start(self._watch, self._company.places(), master, attempt)
         self._loop_until(lambda: self._watch.all_exited)
         self._stall.close()
         self._watch.finish()
@@ -209,15 +199,6 @@ class Agent:
         self._record.keep_errors(endings)
         self._watch.close()
         return endings
-
-    def _start(self, member: Member, worker: WorkerSpec) -> None:
-        stdin = _standard_input()
-        try:
-            self._watch.start(member, worker, [stdin, *(pump.writer for pump in member.pumps)])
-        finally:
-            os.close(stdin)
-        for pump in member.pumps:
-            self._pumps.add(pump)
 
     # ---- the loop
 
@@ -243,6 +224,7 @@ class Agent:
         for announcement in self._stall.look(self._watch.members):
             self._voice.say(list(announcement.lines))
             self._record.note("stall", verdict=announcement.verdict)
+            self._standing = announcement.verdict
             if announcement.kills:
                 self._hang = announcement.verdict
                 self._watch.stop(signal.SIGTERM)
@@ -313,10 +295,3 @@ class Agent:
 
 class _Interrupted(Exception):
     """A signal came when no worker ran: before the first had started, or after the last had ended."""
-
-
-def _standard_input() -> int:
-    try:
-        return os.dup(0)
-    except OSError:  # the agent was started with standard input closed
-        return os.open(os.devnull, os.O_RDONLY)

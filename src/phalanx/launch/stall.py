@@ -65,7 +65,6 @@ class StallWatch:
         self._case: _Case | None = None
         self._inquiry: Inquiry | None = None
         self._count = 0
-        self._files = 0
         self._not_before = 0.0
         self._told: Told | None = None
         self._quiet = 0.0
@@ -179,8 +178,8 @@ class StallWatch:
         return Announcement(tuple(lines), kept, self._terms.kills)
 
     def _keep(self, records: list[RankRecord], lines: Sequence[str]) -> str:
-        self._files += 1
-        name = f"stall-{self._files}.txt"
+        taken = len(list(self._directory.glob("stall-*.txt")))  # by attempts before this one, too
+        name = f"stall-{taken + 1}.txt"
         try:
             (self._directory / name).write_text(dossier(records, lines), errors="replace")
         except OSError as error:
