@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from phalanx.diagnose.hang import MESSAGES, Elsewhere, Hang, Waiting
 from phalanx.diagnose.rank_record import BUSY, Child, RankRecord
-from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
 
@@ -251,7 +250,7 @@ def _place(line: Line | None) -> str:
 
 
 def _short(line: Line) -> str:
-    return f"{shorten_path(line.file)}:{line.line}"
+    return f"{line.file}:{line.line}"
 
 
 def _text(line: Line) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.diagnose.report import shorten_path
+
 _THREAD = re.compile(
     r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?|Stack) \(most recent call first\):"
 )
@@ -33,10 +35,7 @@ class Line:
     """Its text."""
     loops: tuple[tuple[int, int], ...] = ()
     """The first and last lines of the loops of its function that it stands in, outermost first."""
-
-    @property
-    def is_users(self) -> bool:
-        return is_users(self.file)
+    is_users: bool = True
 
     def is_in(self, *files: str) -> bool:
         return self.file.endswith(files)
@@ -82,8 +81,7 @@ def from_faulthandler(text: str) -> tuple[Thread, ...]:
         if begun := _THREAD.match(row):
             found.append((begun["name"] or "", []))
         elif (matched := _LINE.match(row)) and found:
-            line = Line(_unescaped(matched["file"]), int(matched["line"]), _unescaped(matched["function"]))
-            found[-1][1].append(line)
+            found[-1][1].append(_line(matched["file"], int(matched["line"]), matched["function"]))
     names = [name for name, _ in found]
     # A signal handler knows no names. The main thread began with a module's first line, and before all others: they are
     # listed newest first, and a very deep stack is cut off at that end.
@@ -100,12 +98,17 @@ def from_py_spy(text: str) -> tuple[Thread, ...]:
         return ()
     return tuple(
         Thread(
-            tuple(Line(one["filename"], int(one["line"] or 0), one["name"]) for one in thread["frames"]),
+            tuple(_line(one["filename"], int(one["line"] or 0), one["name"]) for one in thread["frames"]),
             thread.get("thread_name") or "",
             thread["os_thread_id"] == thread["pid"] or thread.get("thread_name") == "MainThread",
         )
         for thread in found
     )
+
+
+def _line(file: str, line: int, function: str) -> Line:
+    file = _unescaped(file)
+    return Line(file, line, _unescaped(function), is_users=is_users(file))
 
 
 def _unescaped(text: str) -> str:
@@ -117,14 +120,17 @@ def _unescaped(text: str) -> str:
 
 
 def with_sources(threads: Sequence[Thread]) -> tuple[Thread, ...]:
-    """The same with the text of each line, and the loops of the user's. Only where the files are."""
+    """The same with the text of each line, the loops of the user's, and paths as a person would write them.
+
+    Only where the files are: another node has other files, and another working directory.
+    """
     linecache.checkcache()  # a file may have been changed since the last hang
     return tuple(replace(thread, lines=tuple(map(_with_source, thread.lines))) for thread in threads)
 
 
 def _with_source(line: Line) -> Line:
     loops = enclosing_loops("".join(linecache.getlines(line.file)), line.line) if line.is_users else ()
-    return replace(line, source=source_of(line.file, line.line), loops=loops)
+    return replace(line, file=shorten_path(line.file), source=source_of(line.file, line.line), loops=loops)
 
 
 def source_of(file: str, line: int) -> str:

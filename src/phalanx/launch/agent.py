@@ -219,15 +219,16 @@ class Agent:
             self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
 
     def _heed_stall(self) -> None:
-        if self._watch.stopping is not None or any(member.error for member in self._watch.members.values()):
-            return
-        for announcement in self._stall.look(self._watch.members):
+        if self._watch.stopping is None and not any(member.error for member in self._watch.members.values()):
+            self._stall.look(self._watch.members)
+        for announcement in self._stall.announced():
             self._voice.say(list(announcement.lines))
             self._record.note("stall", verdict=announcement.verdict)
             self._standing = announcement.verdict
             if announcement.kills:
                 self._hang = announcement.verdict
-                self._watch.stop(signal.SIGTERM)
+                if self._watch.stopping is None:
+                    self._watch.stop(signal.SIGTERM)
 
     def _why_stop(self) -> str:
         if self._hang is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from phalanx import events
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic import RunOver, Terms
-from phalanx.launch.hearing import Hearing
+from phalanx.launch.hearing import Court, Hearing
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.rendezvous import NodeCard
@@ -130,12 +130,13 @@ class Company:
         self._order = order
         self._is_elastic: bool = order["elastic"]
         self._cards: list[NodeCard] | None = None
-        self._agreed_attempt = 0
+        self._agreed_attempt = self._attempt = 0
         self._said_waiting = ""
         self._stopped_for_good = False
         self._master: tuple[str, int] | None = None
         self._settled: list[events.Ending] | None = None
-        self.hearing = Hearing()
+        self.hearing: Hearing = Hearing()
+        """Where the nodes find out why all ranks stand still."""
         self._told = True  # nothing has begun that could be stopped
         self.stop_reason: str | None = None
         """What another node has said for this node's ranks to be stopped."""
@@ -175,6 +176,7 @@ class Company:
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int] | None:
         """None when a node was lost before all knew where."""
         self._master, self._settled, self._told, self.stop_reason = None, None, False, None
+        self.hearing = self._new_court(attempt)
         self._channel.send({"op": "attempt", "number": attempt})
         loop(lambda: self._master is not None or bool(self.lost))
         return self._master
@@ -219,9 +221,22 @@ class Company:
                 return
 
     @property
+    def _server(self) -> int:
+        """The node that has the store."""
+        return next((card.node for card in self._cards or () if card.serves), 0)
+
+    @property
     def _is_cut_off(self) -> bool:
         """Without the node that has the store nobody can be told anything."""
-        return next((card.node for card in self._cards or () if card.serves), 0) in self.lost
+        return self._server in self.lost
+
+    def _new_court(self, attempt: int) -> Hearing:
+        def write(entry: str, *arguments: object) -> None:
+            if not self._is_cut_off:
+                self._channel.send({"op": "docket", "attempt": attempt, "entry": entry, "arguments": arguments})
+
+        self._attempt = attempt
+        return Court(self._own.node, self._server, range(len(self._cards or ())), self.lost, write)
 
     # ---- what the keeper says
 
@@ -266,6 +281,10 @@ class Company:
 
     def _on_stop(self, message: dict[str, Any]) -> None:
         self.stop_reason, self._stopped_for_good = message["why"], message["for_good"]
+
+    def _on_hearing(self, message: dict[str, Any]) -> None:
+        if message["attempt"] == self._attempt:  # else it comes late
+            getattr(self.hearing, f"on_{message['what']}")(**message["fields"])
 
     def _on_lost(self, message: dict[str, Any]) -> None:
         self.lost[message["node"]] = message["text"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx import status
 from phalanx.diagnose.rank_record import UNNAMED, RankRecord
+from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.stacks import source_of
 from phalanx.launch.stacks import Wanted, stacks_of
 
@@ -84,12 +85,17 @@ class Inquiry:
             except (OSError, ValueError):  # it has none, or an empty one
                 return record
         page = status.read(path)
-        return record if page is None else replace(record, status=page, sources=_sources(page))
+        if page is None:
+            return record
+        places = {one.place: _shortened(one.place) for one in page.collectives if one.place is not None}
+        sources = {f"{shown.file}:{shown.line}": source_of(real.file, real.line) for real, shown in places.items()}
+        collectives = (replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
+        return replace(record, status=replace(page, collectives=tuple(collectives)), sources=sources)
 
 
-def _sources(page: status.Status) -> dict[str, str]:
-    places = {one.place for one in page.collectives if one.place is not None}
-    return {f"{place.file}:{place.line}": source_of(place.file, place.line) for place in places}
+def _shortened(place: status.Place) -> status.Place:
+    """On this node, where it is known what a path can be shortened by."""
+    return replace(place, file=shorten_path(place.file))
 
 
 def _children_of_interest(record: RankRecord) -> tuple[int, ...]:

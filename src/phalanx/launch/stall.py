@@ -6,7 +6,7 @@ It is called from the agent's loop. What takes time (asking ranks for their stac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,14 +70,16 @@ class StallWatch:
         self._quiet = 0.0
         """The longest that has been seen, of all nodes."""
 
-    def look(self, members: Mapping[int, Member]) -> list[Announcement]:
-        """What is to be said now. Cheap, and most of the time nothing at all."""
+    def look(self, members: Mapping[int, Member]) -> None:
+        """Cheap, and most of the time nothing at all."""
         now = time.monotonic()
         if self._terms.stall_after and self._vigil.is_due(now):
             self._look(members, now)
-        announced = list(self._hearing.announced)
-        self._hearing.announced.clear()
-        return announced
+
+    def announced(self) -> Iterator[Announcement]:
+        """What is to be said now, on all nodes."""
+        while self._hearing.announced:
+            yield self._hearing.announced.popleft()
 
     def close(self) -> None:
         if self._inquiry is not None:
