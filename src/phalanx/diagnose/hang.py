@@ -11,6 +11,8 @@ from phalanx.diagnose.whereabouts import Whereabouts, whereabouts
 from phalanx.status import Collective
 
 MESSAGES = ("send", "recv")
+_COMPARED = 8
+"""Ranks that wait do mostly the same; a missing one is compared with some of them."""
 _MUST_AGREE = ("all_reduce", "broadcast", "reduce")
 """Operations for which all ranks give as much of the same type."""
 
@@ -98,7 +100,10 @@ def find_hang(records: Sequence[RankRecord]) -> Hang:
 
 def _missing(waiters: Sequence[RankRecord], records: Sequence[RankRecord]) -> set[int]:
     """Ranks that have not come to where others wait."""
-    return {rank for waiter in waiters for rank in _awaited(waiter, records)}
+    # Hundreds of ranks wait in the same collective: it is enough to ask for one of them.
+    cases = {(waits.group, waits.number, waits.op, waits.peer): one for one in waiters if (waits := one.waits_in)}
+    messages = [one for one in waiters if one.waits_in and one.waits_in.op in MESSAGES]
+    return {rank for waiter in (*cases.values(), *messages) for rank in _awaited(waiter, records)}
 
 
 def _awaited(waiter: RankRecord, records: Sequence[RankRecord]) -> Iterator[int]:
@@ -108,8 +113,9 @@ def _awaited(waiter: RankRecord, records: Sequence[RankRecord]) -> Iterator[int]
     if waits.op in MESSAGES or (waits.peer is not None and not waits.group):
         yield from _awaited_peer(waiter, waits, ranks, records)
         return
+    members = set(ranks)
     for record in records:
-        if record.rank in ranks and not _has_come(record, waits):
+        if record.rank in members and not _has_come(record, waits):
             yield record.rank
 
 
@@ -211,7 +217,7 @@ def _line_of(record: RankRecord, collective: Collective) -> Line | None:
 def _elsewhere(absent: Sequence[RankRecord], waiters: Sequence[RankRecord]) -> Iterator[Elsewhere]:
     groups: dict[tuple[object, ...], list[tuple[RankRecord, Whereabouts]]] = {}
     for record in absent:
-        what = whereabouts(record, waiters)
+        what = whereabouts(record, waiters[:_COMPARED])
         line = (what.line.file, what.line.line) if what.line else None
         groups.setdefault((what.kind, line, what.left), []).append((record, what))
     for found in sorted(groups.values(), key=lambda group: (len(group), group[0][0].rank)):

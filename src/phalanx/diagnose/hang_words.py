@@ -37,7 +37,7 @@ def verdict_lines(hang: Hang) -> list[str]:
     lines += [f"  {_waits(group)}" for group in waiting[:shown]]
     lines += _rest([*hang.differ[_MOST_WAITING:], *waiting[shown:]], "elsewhere")
     for index, group in enumerate(hang.elsewhere[:_MOST_ELSEWHERE]):
-        told = _elsewhere(group, hang.kind)
+        told = _elsewhere(group, hang)
         lines += [f"  {line}" for line in (told if index == 0 else told[:1])]
     lines += _rest(hang.elsewhere[_MOST_ELSEWHERE:], "at other places")
     lines += _remark(hang)
@@ -129,13 +129,16 @@ def _size(group: Waiting) -> str:
 # ---- ranks that do not
 
 
-def _elsewhere(group: Elsewhere, kind: str) -> list[str]:
+def _elsewhere(group: Elsewhere, hang: Hang) -> list[str]:
     """First what it does, then what is known beside."""
     record, is_one = group.example, len(group.ranks) == 1
-    is_missing = "" if kind == "nobody" else " is missing" if is_one else " are missing"
+    is_missing = "" if hang.kind == "nobody" else " is missing" if is_one else " are missing"
     what = f"{those(group.ranks)}{is_missing}: {'it' if is_one else 'each'} {_does(group)}{_where(group.what)}"
-    others = "" if is_one else " (one of them)"
-    return [what, *_details(group.what, record), f"rank {record.rank}{others}: {', '.join(_evidence(record))}"]
+    others = "" if is_one else ", one of them"
+    host = f" on {record.host}" if len(hang.hosts) > 1 else ""
+    pid = f" (pid {record.vitals.pid})" if record.vitals is not None else ""
+    evidence = ", ".join(_evidence(record))
+    return [what, *_details(group.what, record), f"rank {record.rank}{others}{host}{pid}: {evidence}"]
 
 
 def _does(group: Elsewhere) -> str:
