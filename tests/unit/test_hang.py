@@ -389,7 +389,7 @@ def test_patience(why: str, sightings: list[Sighting], seconds: float | None) ->
 def test_what_counts_as_work() -> None:
     """Also that of the processes that a rank has started."""
     assert not sighting_of(laggard()).works
-    for vitals in ({"cpu": 0.3}, {"bytes_moved": 1e6}, {"waits_for_disk": True, "state": "D"}):
+    for vitals in ({"cpu": 0.3}, {"wants_cpu": True}, {"bytes_moved": 1e6}, {"waits_for_disk": True, "state": "D"}):
         assert sighting_of(laggard(vitals=vitals)).works
     assert sighting_of(laggard(children=(loader_worker(201, cpu=0.9),))).works
     assert sighting_of(waiter(0)).waits_in == ("0", 812, "all_reduce", 25_557_032)

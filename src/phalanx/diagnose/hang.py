@@ -62,8 +62,15 @@ class Hang:
     def picture(self) -> tuple[object, ...]:
         """The same as long as nothing has changed."""
         waiting = ((group.ranks, group.collective.op, group.collective.number) for group in self.waiting)
-        others = ((group.ranks, group.what.kind, group.what.line) for group in self.elsewhere)
-        return self.kind, tuple(waiting), tuple(others)
+        return self.kind, tuple(waiting), tuple((group.ranks, *_where(group.what)) for group in self.elsewhere)
+
+
+def _where(what: Whereabouts) -> tuple[object, ...]:
+    """A rank that computes is at another line all the time, but stays in its function."""
+    line = what.line
+    if line is None:
+        return (what.kind,)
+    return what.kind, line.file, line.function, 0 if what.kind == "computes" else line.line
 
 
 def find_hang(records: Sequence[RankRecord]) -> Hang:

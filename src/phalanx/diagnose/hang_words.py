@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnose.hang import MESSAGES, Elsewhere, Hang, Waiting
-from phalanx.diagnose.rank_record import BUSY, Child, RankRecord
+from phalanx.diagnose.rank_record import Child, RankRecord
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
 
@@ -193,7 +193,7 @@ def _helper(child: Child, noun: str) -> str:
         return f"{who} {_stopped(vitals.pid)}"
     if line is None:
         return f"{who}: {child.command}" if noun == "process" else f"{who} waits too"
-    busy = f" (CPU {vitals.cpu * 100:.0f} %)" if vitals.cpu > BUSY else ""
+    busy = f" (CPU {vitals.cpu * 100:.0f} %)" if vitals.computes else ""
     return f"{who}{busy} is{_place(line).replace(',', ' at', 1)}"
 
 

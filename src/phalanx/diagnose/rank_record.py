@@ -13,8 +13,7 @@ from phalanx.diagnose.stacks import Thread
 from phalanx.status import Collective, Place, Status
 
 UNNAMED = "collective"
-BUSY = 0.2
-"""Of a core: a process that uses more works."""
+_BUSY = 0.2
 _MOVES = 1000.0
 
 
@@ -38,10 +37,16 @@ class Vitals:
     """The kernel's function that its main thread sleeps in."""
     waits_for_disk: bool = False
     """Most of the time."""
+    wants_cpu: bool = False
+    """Most of the time, whether it gets one or not."""
+
+    @property
+    def computes(self) -> bool:
+        return self.cpu > _BUSY or self.wants_cpu
 
     @property
     def works(self) -> bool:
-        return self.cpu > BUSY or self.moves or self.waits_for_disk
+        return self.computes or self.moves or self.waits_for_disk
 
     @property
     def moves(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.rank_record import BUSY, Child, RankRecord, Vitals
+from phalanx.diagnose.rank_record import Child, RankRecord, Vitals
 from phalanx.diagnose.stacks import Line, Thread, main_thread
 
 _SWAPPED = 16 << 20
@@ -88,7 +88,7 @@ def _by_kernel_alone(vitals: Vitals | None) -> str | None:
 def _idle_kind(record: RankRecord, main: Thread | None) -> str:
     vitals = record.vitals
     assert vitals is not None
-    if vitals.cpu > BUSY:
+    if vitals.computes:
         return "computes"
     found = _by_kernel(vitals) or (_by_code(main) if main else None)
     if found is not None:

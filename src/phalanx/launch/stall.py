@@ -22,6 +22,8 @@ from phalanx.launch.vigil import Vigil
 
 _AGAIN = 10
 """A verdict that has not changed is said again after ten times as long."""
+_LOOK_AGAIN = 2
+"""Whether it has changed is looked at after twice as long, or when the pages say so."""
 _TESTIMONY = 10.0
 """Seconds that the other nodes have to tell what they know."""
 
@@ -41,7 +43,10 @@ class Told:
 
     picture: tuple[object, ...]
     sightings: tuple[object, ...]
-    quiet: float
+    said: float
+    """Seconds without progress when it was said."""
+    looked: float
+    """And when it was last confirmed."""
 
 
 @dataclass
@@ -122,7 +127,7 @@ class StallWatch:
 
     def _is_news(self, sightings: Sequence[Sighting], quiet: float) -> bool:
         told = self._told
-        return told is None or told.sightings != _essence(sightings) or quiet >= _AGAIN * told.quiet
+        return told is None or told.sightings != _essence(sightings) or quiet >= _LOOK_AGAIN * told.looked
 
     def _end_stall(self) -> None:
         """Somebody has got on."""
@@ -163,9 +168,9 @@ class StallWatch:
         if limit is None or hang.quiet < limit:
             return
         told = self._told
-        is_new = told is None or told.picture != hang.picture or hang.quiet >= _AGAIN * told.quiet
-        quiet = hang.quiet if is_new or told is None else told.quiet
-        self._told = Told(hang.picture, _essence(sightings), quiet)
+        is_new = told is None or told.picture != hang.picture or hang.quiet >= _AGAIN * told.said
+        said = hang.quiet if is_new or told is None else told.said
+        self._told = Told(hang.picture, _essence(sightings), said, hang.quiet)
         if is_new:
             self._hearing.announce(self._verdict(hang, records))
 

@@ -126,8 +126,13 @@ class Chart:
             swapped=int(field_of(pid, "VmSwap").partition(" ")[0] or 0) << 10,
             resident=last.resident,
             waits_in=_waits_in(pid),
-            waits_for_disk=2 * sum(one.state == "D" for one in readings) > len(readings),
+            waits_for_disk=_is_mostly("D", readings),
+            wants_cpu=_is_mostly("R", readings),
         )
+
+
+def _is_mostly(state: str, readings: Collection[Reading]) -> bool:
+    return 2 * sum(one.state == state for one in readings) > len(readings)
 
 
 def _waits_in(pid: int) -> str:
