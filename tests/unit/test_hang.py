@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +21,9 @@ from phalanx.diagnose.hang_words import go_on, headline, those, verdict_lines
 from phalanx.diagnose.patience import Sighting, patience, sighting_of
 from phalanx.diagnose.rank_record import Child, RankRecord, Vitals
 from phalanx.diagnose.stacks import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy, is_users
+from phalanx.launch import sockets
 from phalanx.launch.hearing import Announcement, Court, Report
+from phalanx.launch.vitals import Chart
 from phalanx.status import Collective, Group, Place, Status
 
 STEP = Place("train.py", 48, "step")
@@ -456,6 +464,48 @@ evaluate()
 def test_the_loops_around_a_line(number: int, loops: tuple) -> None:
     assert enclosing_loops(PROGRAM, number) == loops
     assert enclosing_loops("for x in", 1) == ()
+
+
+# ---- what the kernel says
+
+
+def test_what_connections_move() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        other, _ = server.accept()
+        before = sockets.moved_by(os.getpid(), sockets.moved_by_connection())
+        one.sendall(bytes(50_000))
+        received = 0
+        while received < 50_000:
+            received += len(other.recv(50_000))
+        other.sendall(b"x")
+        one.recv(1)  # what was sent has been acknowledged
+        after = sockets.moved_by(os.getpid(), sockets.moved_by_connection())
+        other.close()
+    assert 100_000 <= after - before < 101_000
+
+
+def test_a_chart_of_a_process_and_its_child() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        chart = Chart(window=10.0)
+        chart.look([os.getpid()], now=100.0)
+        deadline = time.monotonic() + 20
+        while chart.span == 0.0 or not (found := chart.vitals(child.pid)) or found.cpu < 0.05:
+            assert time.monotonic() < deadline
+            chart.look([os.getpid()], now=101.0)
+        assert child.pid in chart.families[os.getpid()]
+        assert found.works
+        assert found.resident > 1 << 20
+        child.send_signal(signal.SIGSTOP)
+        while found.state != "T":
+            chart.look([os.getpid()], now=102.0)
+            found = chart.vitals(child.pid)
+            assert found is not None
+    finally:
+        child.kill()
+        child.wait()
+    chart.look([os.getpid()], now=103.0)
+    assert chart.vitals(child.pid) is None
 
 
 # ---- several nodes

@@ -14,7 +14,7 @@ from phalanx.status import Collective, Place, Status
 
 UNNAMED = "collective"
 _BUSY = 0.2
-_MOVES = 1000.0
+_MOVES = 10_000.0
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Vitals:
     cpu: float = 0.0
     """Cores in use by all its threads: 1.0 is one."""
     bytes_moved: float = 0.0
-    """A second, read and written: files, pipes, gloo's sockets."""
+    """A second, read and written: files, pipes, connections."""
     faults: float = 0.0
     """Pages a second that had to come from a disk."""
     swapped: int = 0

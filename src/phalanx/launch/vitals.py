@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.diagnose.rank_record import Vitals
-from phalanx.launch import orphans
+from phalanx.launch import orphans, sockets
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -33,8 +33,8 @@ class Reading:
     resident: int
 
 
-def read(pid: int, now: float) -> Reading | None:
-    """None when there is no such process."""
+def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None:
+    """None when there is no such process. ``connections``: see `sockets`."""
     try:
         # The command's name stands in parentheses and may hold spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -44,7 +44,7 @@ def read(pid: int, now: float) -> Reading | None:
         at=now,
         state=fields[0].decode(),
         cpu=(int(fields[11]) + int(fields[12])) / _TICKS,
-        moved=_moved(pid),
+        moved=_moved(pid) + sockets.moved_by(pid, connections),
         faults=int(fields[9]),
         resident=int(fields[21]) * _PAGE,
     )
@@ -94,9 +94,10 @@ class Chart:
     def look(self, pids: Collection[int], now: float) -> None:
         """One more reading of these processes and all below them."""
         self.families = orphans.families(pids)
+        connections = sockets.moved_by_connection()
         everyone = [*pids, *(pid for family in self.families.values() for pid in family)]
         for pid in everyone:
-            found = read(pid, now)
+            found = read(pid, now, connections)
             if found is not None:
                 self._readings.setdefault(pid, deque()).append(found)
         for pid in set(self._readings) - set(everyone):
