@@ -50,6 +50,7 @@ __all__ = [
     "phase",
     "pulse",
     "read",
+    "record",
     "stacks_path",
     "status_path",
     "to_fields",
@@ -62,6 +63,7 @@ __all__ = [
 STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 """Makes a rank write the Python stack of its main thread to `stacks_path`, whatever it is blocked in."""
 _own: StatusPage | None = None
+_put_aside: StatusPage | None = None
 _stacks = -1
 _completions: list[Callable[[], None]] = []
 _when_begun: list[Callable[[StatusPage], None]] = []
@@ -144,6 +146,13 @@ def phase(number: int) -> Iterator[None]:
         yield
     finally:
         page.enter(before)
+
+
+def record(on: bool) -> None:
+    """Off, this rank has no page, until it is turned on again. For measuring what the page costs."""
+    global _own, _put_aside
+    if on != (_own is not None):
+        _own, _put_aside = _put_aside, _own
 
 
 def _forget() -> None:

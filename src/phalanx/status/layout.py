@@ -8,7 +8,7 @@ record where both are equal and that is still the same when it looks again.
 | ---- | --------------------------------------------------------------------------------- |
 | 0    | who: magic, version, pid, rank, world size, start                                 |
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
-| 24   | seconds in each phase so far, and in collectives; how many of these have ended    |
+| 24   | seconds in each phase so far, and in collectives that we record ourselves          |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
 | 42   | looks at torch's flight recorder, and how many of them found a collective running |
 | 44   | asked, answered: the same for the stacks of all threads                           |
@@ -48,8 +48,7 @@ FLIGHT, FLIGHT_ENTRIES = 1792, 16
 PHASES = ("started", "joining", "data", "forward", "backward", "optimizer", "checkpoint", "other", "done")
 STARTED, JOINING, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, DONE = range(len(PHASES))
 WAITED = SECONDS + len(PHASES)
-"""Seconds in collectives, followed by how many have ended."""
-ENDED = WAITED + 1
+"""Seconds in collectives that we record ourselves."""
 
 OPERATIONS = (
     *("collective", "all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier", "all_gather", "gather"),

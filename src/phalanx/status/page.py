@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from sys import _getframe
 from time import time
 from types import CodeType, FrameType
 
@@ -21,6 +21,7 @@ from phalanx.status import layout
 from phalanx.status.layout import ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
+_WAITED = layout.WAITED
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _HERE = str(Path(__file__).parent.parent) + os.sep
@@ -60,6 +61,7 @@ class StatusPage:
         self._beats = self._epoch = self._step = self._samples = self._updates = 0
         self._groups: dict[str, int] = {}
         self._recorded = self._writes = 0
+        self._waited = 0.0
         self._places: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[str, int, str], int] = {}
         self._next_slot = itertools.count()
@@ -120,31 +122,40 @@ class StatusPage:
 
     # ---- collectives
 
-    def begin(self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER) -> int:
-        """A collective that somebody asks for now. Returns what `start` and `end` want to know."""
+    def begin(
+        self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER, own_frames: int = 1
+    ) -> int:
+        """A collective that somebody asks for now. Returns what `start` and `end` want to know.
+
+        ``own_frames``: so many at the top of the stack cannot be the user's; each costs time.
+        """
         now = time()
         self._recorded = entry = self._recorded + 1
-        place = self._place(sys._getframe(1))
+        try:
+            frame = _getframe(own_frames)
+        except ValueError:  # there are fewer: a thread of C++ calls us
+            frame = _getframe(1)
+        place = self._places.get((id(frame.f_code), frame.f_lasti))
+        if place is None:
+            place = self._place(frame)
         at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
-        _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now * is_running, 0.0, entry)
+        _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now if is_running else 0.0, 0.0, entry)
         return entry
 
     def start(self, entry: int) -> None:
         """It was queued until now."""
-        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
-        if self._words[at] == entry:  # later ones may have taken its place
-            self._doubles[at + 7] = time()
+        if self._recorded - entry < RING_ENTRIES:  # later ones may have taken its place
+            self._doubles[RING + entry % RING_ENTRIES * ENTRY_WORDS + 7] = time()
 
     def end(self, entry: int, seconds: float, has_failed: bool = False) -> None:
         """``seconds``: that it took, with the waiting for other ranks."""
-        words, doubles = self._words, self._doubles
-        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
-        if words[at] == entry:
+        if self._recorded - entry < RING_ENTRIES:
+            at = RING + entry % RING_ENTRIES * ENTRY_WORDS
             if has_failed:
-                words[at + 1] |= 1
-            doubles[at + 8] = time()
-        doubles[layout.WAITED] += seconds
-        words[layout.ENDED] += 1
+                self._words[at + 1] |= 1
+            self._doubles[at + 8] = time()
+        self._waited = waited = self._waited + seconds
+        self._doubles[_WAITED] = waited
 
     def fly(self, index: int, seen: Flight | None) -> None:
         """One of the latest collectives of the flight recorder; None: there are no more."""
@@ -181,6 +192,7 @@ class StatusPage:
         """Code below these is not the user's."""
         self._never += tuple(directories)
         self._sides.clear()
+        self._places.clear()
 
     def side(self, file: str) -> int:
         """0: not the user's, 1: a library's, which may call for the user, 2: the user's own."""

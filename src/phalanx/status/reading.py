@@ -87,7 +87,7 @@ class Status:
     beats: int
     """Grows with everything that the rank writes about its loop."""
     ended: int
-    """Collectives that have ended, on shm; on other backends, see groups."""
+    """Grows with the collectives that have ended, on shm; for other backends, see groups."""
     waited: float
     """Seconds in those."""
     looks: int
@@ -134,7 +134,7 @@ def read(path: Path) -> Status | None:
 
 
 def pulse(path: Path) -> tuple[int, ...] | None:
-    """What `Status.progress` says, for those who look all the time; a torn read is another one, as progress is."""
+    """Changes when `Status.progress` does, for those who look all the time. A torn read is a change as well."""
     try:
         with path.open("rb", buffering=0) as file:
             data = file.read(layout.RING * layout.WORD)
@@ -143,9 +143,10 @@ def pulse(path: Path) -> tuple[int, ...] | None:
     if len(data) < layout.RING * layout.WORD or data[:8] != layout.MAGIC:
         return None
     beats = layout.LOOP_RECORD.unpack_from(data, layout.LOOP * layout.WORD)[0]
-    ended = int.from_bytes(data[layout.ENDED * layout.WORD : (layout.ENDED + 1) * layout.WORD], sys.byteorder)
+    # The seconds in collectives grow with each that ends.
+    waited = int.from_bytes(data[layout.WAITED * layout.WORD : (layout.WAITED + 1) * layout.WORD], sys.byteorder)
     groups = range(layout.GROUP, layout.GROUP + layout.GROUPS * layout.GROUP_WORDS, layout.GROUP_WORDS)
-    return beats, ended, sum(layout.GROUP_RECORD.unpack_from(data, at * layout.WORD)[-2] for at in groups)
+    return beats, waited, sum(layout.GROUP_RECORD.unpack_from(data, at * layout.WORD)[-2] for at in groups)
 
 
 def ask(path: Path, seconds: float) -> bool:
@@ -212,14 +213,15 @@ def _parsed(page: _Page, again: _Page) -> Status:
     pid, rank, world_size = page.words[2:5]
     seconds = {name: page.doubles[layout.SECONDS + index] for index, name in enumerate(layout.PHASES)}
     groups = _groups(page, again)
+    recorded = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
+    ended = max((entry for _, entry, collective in recorded if not collective.is_open), default=0)
     collectives = sorted(
-        _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
-        + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
+        recorded + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
         key=lambda found: found[:2],
     )
     return Status(
         *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
-        *(epoch, step, samples, updates, beats, page.words[layout.ENDED], page.doubles[layout.WAITED]),
+        *(epoch, step, samples, updates, beats, ended, page.doubles[layout.WAITED]),
         *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
     )
