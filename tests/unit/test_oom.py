@@ -13,8 +13,8 @@ import pytest
 from phalanx.diagnose import oom
 from phalanx.diagnose.oom import Counters, Shortage
 from phalanx.events import Ending, ErrorRecord
-from phalanx.launch.nursery import Exited
 from phalanx.launch.memory import MemoryWatch
+from phalanx.launch.nursery import Exited
 
 GIB = 1 << 30
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from phalanx import status
+from phalanx.diagnose.stacks import from_faulthandler
 from phalanx.status import layout
 from phalanx.status.page import Flight, StatusPage
+from phalanx.status.stacks import text_of_stacks
 
 
 @pytest.fixture
@@ -210,3 +213,53 @@ def test_where_no_page_can_be_a_rank_goes_without(tmp_path: Path, monkeypatch: p
     page = StatusPage(tmp_path / "rank-0.status")
     monkeypatch.setattr(status, "_own", page)
     assert status.own() is page
+
+
+def test_the_pulse_beats_with_progress_alone(path: Path) -> None:
+    assert status.pulse(path) is None
+    page = StatusPage(path)
+    group = page.group("0", [0, 1], enqueued=4, completed=3)
+    entry = all_reduce(page, group, 1)
+
+    def beats(change: Callable[[], object]) -> bool:
+        before, progress = status.pulse(path), found_at(path).progress
+        change()
+        assert (status.pulse(path) != before) == (found_at(path).progress != progress)
+        return status.pulse(path) != before
+
+    assert not beats(lambda: page.looked(True))
+    assert not beats(lambda: page.group("0", [0, 1], enqueued=5, completed=3))
+    assert not beats(lambda: all_reduce(page, group, 2))
+    assert not beats(page.answer)
+    assert beats(lambda: page.group("0", [0, 1], enqueued=5, completed=4))
+    assert beats(lambda: page.end(entry, 0.001))
+    assert beats(lambda: page.enter(layout.DATA))
+
+
+def test_stacks_are_asked_for_by_the_page(path: Path) -> None:
+    page = StatusPage(path)
+    assert not page.are_stacks_asked()
+    assert not status.ask_stacks(path, 0.0)
+    assert page.are_stacks_asked()
+    assert not page.is_asked()
+    page.answer_stacks()
+    assert not page.are_stacks_asked()
+
+
+def test_the_stacks_of_all_other_threads() -> None:
+    held, inside = threading.Lock(), threading.Event()
+
+    def wait_for_it() -> None:
+        inside.set()
+        with held:
+            pass
+
+    with held:
+        thread = threading.Thread(target=wait_for_it, name="waits for it")
+        thread.start()
+        inside.wait()
+        text = text_of_stacks()
+    thread.join()
+    (found,) = [one for one in from_faulthandler(text) if one.name == "waits for it"]
+    assert "wait_for_it" in [line.function for line in found.lines]
+    assert "text_of_stacks" not in text

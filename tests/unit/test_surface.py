@@ -25,9 +25,10 @@ compute_metrics data_parallel init log main_only print rank_zero_first shard spa
 FLAGS = """
 --backend --devices --dry-run --export --hostfile --hosts --interface --local-addr --local-ranks-filter --log-dir
 --master-addr --master-port --max-restarts
---module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --preload --rdzv-backend --rdzv-conf
+--module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --on-stall --preload
+--rdzv-backend --rdzv-conf
 --rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --role --run-path --shutdown-timeout
---signals-to-handle --ssh --standalone
+--signals-to-handle --ssh --stall-after --standalone
 --start-method --tee --virtual-local-rank
 """.split()
 

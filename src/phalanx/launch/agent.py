@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from phalanx import events
 from phalanx.diagnose import report
@@ -20,19 +21,21 @@ from phalanx.diagnose.findings import Verdict, find_cause, is_victim
 from phalanx.diagnose.oom import Counters
 from phalanx.diagnose.repetition import Repetition
 from phalanx.errors import LaunchError
-from phalanx.launch import wire
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
+from phalanx.launch.crew import Crew
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.elastic import RunOver
 from phalanx.launch.logs import Pump
-from phalanx.launch.member import Member, new_member
+from phalanx.launch.memory import MemoryWatch
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
+from phalanx.launch.pumps import Pumps
 from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
-from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
-from phalanx.launch.memory import MemoryWatch
+from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.stall import StallWatch, Terms
+from phalanx.launch.voice import Voice
 from phalanx.launch.watch import Watch
 
 _TICK = 0.5
@@ -55,25 +58,29 @@ class Agent:
         self._nursery = nursery
         self._directory = directory
         self._console = Console()
-        self._record = Record(directory, self._say)
+        self._voice = Voice(self._console, spec.node_name)
+        self._record = Record(directory, self._voice.say)
         self._selector = selectors.DefaultSelector()
         self._signals = Signals(spec.signals, self._selector)
         self._signalled: int | None = None
         """The first signal that told the agent to stop."""
-        self._resumable: list[Pump] = []
+        self._pumps = Pumps(self._selector, self._signals.wake)
         self._environ = dict(environ)
         self._repetition = Repetition()
         self._counters = Counters()
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
-        self._interface = route.interface if route is not None else None
+        self._standing: Mapping[str, Any] | None = None
+        """The verdict on ranks that stand still, as long as they do."""
+        self._hang: Mapping[str, Any] | None = None
+        """The one that this attempt has ended for."""
+        interface = route.interface if route is not None else None
+        complain = self._voice.say_one
+        self._crew = Crew(spec, self._environ, directory, interface, self._console, self._pumps, complain)
         self._company = new_company(
-            spec, route, nursery, self._selector, directory, lambda text: self._say([text]), self._show
+            spec, route, nursery, self._selector, directory, self._voice.say_one, self._voice.show
         )
-
-    def drained(self) -> None:
-        """The console has written the agent's own lines; nothing waits for that."""
 
     def run(self) -> int:
         """From the first process to the last; returns the exit code."""
@@ -88,11 +95,11 @@ class Agent:
             return 128 + self._signalled
         except RunOver as over:
             text = f"the run has ended with exit code {over.exit_code} before this node could take part"
-            self._say([text])
+            self._voice.say([text])
             self._record.keep_end(over.exit_code, said=[text])
             return over.exit_code
         except LaunchError as error:
-            self._say([f"{error}"], "cause")
+            self._voice.say([f"{error}"], "cause")
             self._record.keep_end(1, said=[str(error)])
             return 1
         finally:
@@ -106,7 +113,7 @@ class Agent:
             if self._environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
                 count = self._environ["OMP_NUM_THREADS"]
                 threads = f", OMP_NUM_THREADS={count} for each (cores {usable_cores()}, divided by ranks)"
-            self._say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"], "announce")
+            self._voice.say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"], "announce")
         self._record.keep_order(spec)
 
     # ---- attempts
@@ -119,7 +126,7 @@ class Agent:
         introduction = self._company.introduction()
         if introduction != self._said_who:
             self._said_who = introduction
-            self._say([f"{introduction}"], "announce")
+            self._voice.say([f"{introduction}"], "announce")
         return attempt
 
     def _idle_until(self, done: Callable[[], bool]) -> None:
@@ -145,46 +152,49 @@ class Agent:
                 failed = any(ending.failed and not ending.asked for ending in endings)
                 verdict = find_cause(endings) if failed else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
-            if not any(ending.failed for ending in endings) and not self._company.lost:
+            if not any(ending.failed for ending in endings) and not self._company.lost and self._hang is None:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._blame(endings)
             last = attempt + 1 >= most or not self._company.can_go_on
             if not last and verdict is not None and self._repetition.add(verdict.cause):
                 last = True
-                self._say([f"{self._repetition}; the {most - attempt - 1} attempts left are not made"])
+                self._voice.say([f"{self._repetition}; the {most - attempt - 1} attempts left are not made"])
             if last:
                 return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt, reason)
             attempt += 1
             self._record.keep_restart(attempt, reason, verdict)
-            self._say([f"{reason}; starting again, attempt {attempt + 1} of {most}"])
+            self._voice.say([f"{reason}; starting again, attempt {attempt + 1} of {most}"])
 
     def _blame(self, endings: list[events.Ending]) -> tuple[Verdict | None, str]:
-        """The rank that is the cause, or None when no rank is but a node; and either in a sentence."""
+        """The rank that is the cause, or None when no rank is but a node or a hang; and either in a sentence."""
+        if self._hang is not None:
+            return None, self._hang["headline"]
         if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
             reason = self._company.loss() or self._company.stop_reason
+            if not reason and self._standing is not None:  # they have waited for it until their timeout was over
+                self._hang, reason = self._standing, self._standing["headline"]
             if reason:
                 return None, reason
         verdict = find_cause(endings)
         return verdict, report.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
+        self._hang = self._standing = None
         master = self._company.begin(attempt, self._idle_until)
         if master is None:
             return []
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
         self._memory = MemoryWatch(self._counters)
-        name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
-        for place in self._company.places():
-            events.error_path(self._directory, place.rank).unlink(missing_ok=True)
-            member = new_member(
-                self._spec, place, self._directory, attempt, self._console, self._resume, lambda text: self._say([text])
-            )
-            environment = worker_environment(self._environ, self._spec, place, master, attempt, name, self._interface)
-            worker = WorkerSpec(
-                place.rank, place.local_rank, self._spec.program, environment, start_method=self._spec.start_method
-            )
-            self._start(member, worker)
+        self._stall = StallWatch(
+            Terms(self._spec.stall_after, self._spec.on_stall == "kill"),
+            self._directory,
+            self._company.told_as(self._record.place),
+            self._company.hearing,
+            self._signals.wake,
+        )
+        self._crew.start(self._watch, self._company.places(), master, attempt)
         self._loop_until(lambda: self._watch.all_exited)
+        self._stall.close()
         self._watch.finish()
         # Nobody can write to the pipes any more, so each of them ends.
         drained_by = time.monotonic() + _DRAIN_SECONDS
@@ -193,15 +203,6 @@ class Agent:
         self._record.keep_errors(endings)
         self._watch.close()
         return endings
-
-    def _start(self, member: Member, worker: WorkerSpec) -> None:
-        stdin = _standard_input()
-        try:
-            self._watch.start(member, worker, [stdin, *(pump.writer for pump in member.pumps)])
-        finally:
-            os.close(stdin)
-        for pump in member.pumps:
-            self._selector.register(pump, selectors.EVENT_READ, lambda pump=pump: self._pump(pump))
 
     # ---- the loop
 
@@ -212,11 +213,8 @@ class Agent:
             self._explain_exec()
             self._obey_signals()
             self._heed_company()
-            self._resume_pumps()
-            now = time.monotonic()
-            for member in self._watch.members.values():
-                for pump in member.pumps:
-                    pump.tick(now)
+            self._heed_stall()
+            self._pumps.turn(self._streams())
 
     def _heed_company(self) -> None:
         """Ranks are stopped on all nodes or on none."""
@@ -225,7 +223,21 @@ class Agent:
         if self._watch.stopping is not None:
             self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
 
+    def _heed_stall(self) -> None:
+        if self._watch.stopping is None and not any(member.error for member in self._watch.members.values()):
+            self._stall.look(self._watch.members)
+        for announcement in self._stall.announced():
+            self._voice.say(list(announcement.lines))
+            self._record.note("stall", verdict=announcement.verdict)
+            self._standing = announcement.verdict
+            if announcement.kills:
+                self._hang = announcement.verdict
+                if self._watch.stopping is None:
+                    self._watch.stop(signal.SIGTERM)
+
     def _why_stop(self) -> str:
+        if self._hang is not None:
+            return self._hang["headline"]
         if self._signalled is not None:
             name = signal.Signals(self._signalled).name
             return f"{self._company.name} was stopped by {name}, and so are all others"
@@ -235,26 +247,11 @@ class Agent:
         """The pipes that have not ended."""
         return [pump for member in self._watch.members.values() for pump in member.pumps if not pump.ended]
 
-    def _pump(self, pump: Pump) -> None:
-        if not pump.read() or pump.paused:
-            self._selector.unregister(pump)
-
-    def _resume(self, pump: Pump) -> None:
-        """Called on the console's thread: this pump may be read again."""
-        self._resumable.append(pump)
-        self._signals.wake()
-
-    def _resume_pumps(self) -> None:
-        while self._resumable:
-            pump = self._resumable.pop()
-            if not pump.ended and pump.fileno() not in self._selector.get_map():
-                self._selector.register(pump, selectors.EVENT_READ, lambda pump=pump: self._pump(pump))
-
     def _explain_exec(self) -> None:
         why = self._watch.why_exec
         if why and self._spec.start_method == "auto" and self._spec.program.kind != "command" and not self._said_exec:
             self._said_exec = True
-            self._say([f"each rank imports torch by itself, because {why}"])
+            self._voice.say([f"each rank imports torch by itself, because {why}"])
 
     # ---- signals
 
@@ -266,7 +263,7 @@ class Agent:
                 self._signalled = number
                 name = signal.Signals(number).name
                 hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
-                self._say(
+                self._voice.say(
                     [f"{name}: stopping the ranks, {self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"],
                     "signal",
                 )
@@ -294,27 +291,15 @@ class Agent:
             if elsewhere is None and self._spec.node_name is not None:  # who reads it may sit before another machine
                 elsewhere = f"{self._spec.node_name}:{self._directory.absolute()}"
             said = self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere)
-        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of)
+        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of, self._hang)
         if said:
             self._flush_console()
-            self._say(said, "cause" if verdict is None else "verdict")
+            self._voice.say(said, "cause" if verdict is None else "verdict")
         return exit_code
 
-    def _show(self, text: str) -> bool:
-        """A line for a moment, on a terminal: the next one is written over it."""
-        is_terminal = self._console.is_terminal[self._console.err]
-        if is_terminal:
-            self._console.show_live(self._console.err, f"phalanx: {text}".encode())
-        return is_terminal
-
     def _flush_console(self) -> None:
-        """The ranks' own lines first; but who has signalled does not want to wait for a reader."""
-        while not self._console.flush(0.2) and not self._signals.pending and self._signalled is None:
-            pass
-
-    def _say(self, lines: list[str], topic: str = "") -> None:
-        spoken = wire.spoken(lines, topic, self._spec.node_name)
-        self._console.put(self, self._console.err, spoken, on_a_new_line=True)
+        """Who has signalled does not want to wait for a reader."""
+        self._voice.let_ranks_finish(lambda: bool(self._signals.pending) or self._signalled is not None)
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already
@@ -327,10 +312,3 @@ class Agent:
 
 class _Interrupted(Exception):
     """A signal came when no worker ran: before the first had started, or after the last had ended."""
-
-
-def _standard_input() -> int:
-    try:
-        return os.dup(0)
-    except OSError:  # the agent was started with standard input closed
-        return os.open(os.devnull, os.O_RDONLY)

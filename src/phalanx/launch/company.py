@@ -13,6 +13,7 @@ from typing import Any
 from phalanx import events
 from phalanx.errors import LaunchError
 from phalanx.launch.elastic import RunOver, Terms
+from phalanx.launch.hearing import Court, Hearing
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.rendezvous import NodeCard
@@ -68,6 +69,7 @@ class Alone:
     def __init__(self, nursery: Nursery, nproc: int) -> None:
         self._nursery = nursery
         self._places = placements([nproc])
+        self.hearing = Hearing()
 
     def meet(self, attempt: int, loop: Loop) -> int:
         """There is nobody to be met."""
@@ -102,6 +104,10 @@ class Alone:
         """The run directory with a rank's log, when it is on another node."""
         return None
 
+    def told_as(self, directory: str) -> str:
+        """A directory of this node, as all consoles of the run can tell it."""
+        return directory
+
     def close(self, exit_code: int | None) -> None:
         pass
 
@@ -124,11 +130,13 @@ class Company:
         self._order = order
         self._is_elastic: bool = order["elastic"]
         self._cards: list[NodeCard] | None = None
-        self._agreed_attempt = 0
+        self._agreed_attempt = self._attempt = 0
         self._said_waiting = ""
         self._stopped_for_good = False
         self._master: tuple[str, int] | None = None
         self._settled: list[events.Ending] | None = None
+        self.hearing: Hearing = Hearing()
+        """Where the nodes find out why all ranks stand still."""
         self._told = True  # nothing has begun that could be stopped
         self.stop_reason: str | None = None
         """What another node has said for this node's ranks to be stopped."""
@@ -168,6 +176,7 @@ class Company:
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int] | None:
         """None when a node was lost before all knew where."""
         self._master, self._settled, self._told, self.stop_reason = None, None, False, None
+        self.hearing = self._new_court(attempt)
         self._channel.send({"op": "attempt", "number": attempt})
         loop(lambda: self._master is not None or bool(self.lost))
         return self._master
@@ -194,6 +203,9 @@ class Company:
             return None
         return next((f"{card.host}:{card.directory}" for card in self._cards if card.host == ending.host), None)
 
+    def told_as(self, directory: str) -> str:
+        return f"{self._own.host}:{self._own.directory}"
+
     def loss(self) -> str:
         assert self._cards is not None
         return "; ".join(f"{self._cards[node]} is lost: {text}" for node, text in sorted(self.lost.items()))
@@ -209,9 +221,22 @@ class Company:
                 return
 
     @property
+    def _server(self) -> int:
+        """The node that has the store."""
+        return next((card.node for card in self._cards or () if card.serves), 0)
+
+    @property
     def _is_cut_off(self) -> bool:
         """Without the node that has the store nobody can be told anything."""
-        return next((card.node for card in self._cards or () if card.serves), 0) in self.lost
+        return self._server in self.lost
+
+    def _new_court(self, attempt: int) -> Hearing:
+        def write(entry: str, *arguments: object) -> None:
+            if not self._is_cut_off:
+                self._channel.send({"op": "docket", "attempt": attempt, "entry": entry, "arguments": arguments})
+
+        self._attempt = attempt
+        return Court(self._own.node, self._server, range(len(self._cards or ())), self.lost, write)
 
     # ---- what the keeper says
 
@@ -256,6 +281,10 @@ class Company:
 
     def _on_stop(self, message: dict[str, Any]) -> None:
         self.stop_reason, self._stopped_for_good = message["why"], message["for_good"]
+
+    def _on_hearing(self, message: dict[str, Any]) -> None:
+        if message["attempt"] == self._attempt:  # else it comes late
+            getattr(self.hearing, f"on_{message['what']}")(**message["fields"])
 
     def _on_lost(self, message: dict[str, Any]) -> None:
         self.lost[message["node"]] = message["text"]

@@ -17,8 +17,8 @@ from typing import Any
 from phalanx.errors import LaunchError
 from phalanx.launch import luggage, muster, wire
 from phalanx.launch.console import Console
-from phalanx.launch.logs import Pump
 from phalanx.launch.outpost import Outpost
+from phalanx.launch.pumps import Pumps
 from phalanx.launch.reach import find_way
 from phalanx.launch.signals import Signals
 from phalanx.launch.spec import Fleet, LaunchSpec
@@ -54,7 +54,7 @@ class _Conductor:
         self._console = Console()
         self._selector = selectors.DefaultSelector()
         self._signals = Signals((*spec.signals, "SIGCHLD"), self._selector)
-        self._resumable: list[Pump] = []
+        self._pumps = Pumps(self._selector, self._signals.wake)
         self._ways = ways
         self._outposts: list[Outpost] = []
         self._signalled: list[int] = []
@@ -92,10 +92,10 @@ class _Conductor:
             self._say(f"SLURM gives {len(self._fleet.hosts)} nodes ({names}); starting on all of them with srun")
         first = self._ways[0]
         for node, way in enumerate(self._ways):
-            outpost = Outpost(node, way, self._console, self._resume, self._hear)
+            outpost = Outpost(node, way, self._console, self._pumps.resume, self._hear)
             self._outposts.append(outpost)
             for stream in outpost.streams:
-                self._selector.register(stream, selectors.EVENT_READ, lambda stream=stream: self._pump(stream))
+                self._pumps.add(stream)
             # Who is not reached by ssh does not learn from ssh by which address; the others may know its name.
             resolve = first.host.name if first.kind != "ssh" and node > 0 else None
             outpost.send(
@@ -143,8 +143,7 @@ class _Conductor:
             for key, _ in self._selector.select(_TICK):
                 key.data()
             self._obey_signals()
-            while self._resumable:
-                self._read_again(self._resumable.pop())
+            self._pumps.turn(stream for outpost in self._outposts for stream in outpost.streams)
             now = time.monotonic()
             if now >= self._beat_at:
                 self._beat_at = now + wire.BEAT_SECONDS
@@ -152,32 +151,16 @@ class _Conductor:
                     outpost.beat()
             for outpost in self._outposts:
                 outpost.flush()
-                for stream in outpost.streams:
-                    stream.tick(now)
                 if not outpost.is_over and outpost.poll() is not None:
                     self._finish(outpost)
             self._end_what_is_left(now)
-
-    def _pump(self, stream: Pump) -> None:
-        if not stream.read() or stream.paused:
-            self._selector.unregister(stream)
-
-    def _resume(self, pump: Pump) -> None:
-        """Called on the console's thread: this stream may be read again."""
-        self._resumable.append(pump)
-        self._signals.wake()
-
-    def _read_again(self, pump: Pump) -> None:
-        if not pump.ended and pump.fileno() not in self._selector.get_map():
-            self._selector.register(pump, selectors.EVENT_READ, lambda: self._pump(pump))
 
     def _finish(self, outpost: Outpost) -> None:
         """Its way has ended: what is left in the pipes is read, and its end is understood."""
         deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
         while not outpost.has_drained and time.monotonic() < deadline:
             for stream in outpost.streams:
-                if not stream.ended:
-                    self._read_again(stream)
+                self._pumps.add(stream)
             for key, _ in self._selector.select(0.1):
                 key.data()
         outpost.is_over = True

@@ -149,6 +149,12 @@ class Envoy:
         assert self._lookout is not None
         self._lookout.stop(message["why"], message["for_good"])
 
+    def _docket(self, message: dict[str, Any]) -> None:
+        """Something about ranks that stand still; of an attempt that is over it is of no use any more."""
+        page = self._lookout.page if self._lookout is not None else None
+        if page is not None and page.attempt == message["attempt"]:
+            getattr(page.docket, message["entry"])(*message["arguments"])
+
     def _endings(self, message: dict[str, Any]) -> None:
         assert self._lookout is not None
         self._lookout.hand_in(message["endings"])

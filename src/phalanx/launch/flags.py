@@ -33,6 +33,7 @@ class Flag:
         return PET_PREFIX + self.name[2:].replace("-", "_").upper()
 
 
+ON_STALL = ("wait", "kill")
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _EVERY = "stdout (1), stderr (2) or both (3)"
 
@@ -82,6 +83,14 @@ TABLE: dict[str, tuple[Flag, ...]] = {
     "when something goes wrong": (
         Flag("--max-restarts", "start all ranks again after a failure, at most N times", "N", 0, int),
         Flag("--shutdown-timeout", "seconds from asking ranks to end to killing them (default 10)", "S", 10.0, float),
+        Flag("--stall-after", "seconds without progress until it is said why (default 30; 0: never)", "S", 30.0, float),
+        Flag(
+            "--on-stall",
+            "then wait (default), or kill: end the ranks as after a failure",
+            "HOW",
+            "wait",
+            choices=ON_STALL,
+        ),
         Flag("--signals-to-handle", "signals that are passed on and end the run", "A,B", _SIGNALS),
         Flag("--monitor-interval", "taken for torchrun's sake: faults are noticed at once", "S", 0.1, float),
     ),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.launch.docket import Clerk
 from phalanx.launch.rendezvous import Page, Round
 
 SILENCE = 10.0
@@ -32,6 +33,7 @@ class Lookout:
         self._round, self._connect, self._tell = meeting, connect, tell
         self.lost: dict[int, str] = {}
         self._page: Page | None = None
+        self._clerk: Clerk | None = None
         self._has_handed_in = self._has_stopped = False
         self.last_page: Page | None = None
         """The one where all have said how they ended."""
@@ -44,12 +46,23 @@ class Lookout:
     def is_cut_off(self) -> bool:
         return self._round.server in self.lost
 
+    @property
+    def page(self) -> Page | None:
+        """Of the attempt that runs."""
+        return self._page
+
     def lose_store(self, text: str) -> None:
         self.lose(self._round.server, text)
 
     def turn_to(self, page: Page) -> None:
         """A new attempt begins."""
-        self._page, self._has_handed_in, self._has_stopped = page, False, False
+        self._has_handed_in = self._has_stopped = False
+        is_judge = self._round.own.node == self._round.server
+        self._page = page
+        self._clerk = Clerk(
+            is_judge,
+            lambda what, **fields: self._tell("hearing", attempt=page.attempt, what=what, fields=fields),
+        )
 
     def stop(self, why: str, for_good: bool) -> None:
         assert self._page is not None
@@ -103,11 +116,12 @@ class Lookout:
                 self.lose(card.node, f"there has been no sign of life for {SILENCE:g} s")
 
     def _look_at_page(self, page: Page, shown: Page) -> None:
-        if not self._has_stopped:
-            found = page.stopped()
-            if found is not None:
-                self._has_stopped = True
-                self._tell("stop", **found)
+        found = None if self._has_stopped else page.stopped()
+        if self._clerk is not None:
+            self._clerk.look(page.docket)  # the reason to stop may be there, and was before it
+        if found is not None:
+            self._has_stopped = True
+            self._tell("stop", **found)
         if self._has_handed_in:
             endings = page.handed_in(set(self.lost))
             if endings is not None and self._page is shown:

@@ -65,6 +65,8 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         preload=tuple(name for name in arguments.preload.split(",") if name),
         backend=arguments.backend or env.backend_choice(environ) or "auto",
         shutdown_timeout=arguments.shutdown_timeout,
+        stall_after=arguments.stall_after,
+        on_stall=arguments.on_stall,
         devices=visible if virtual and visible else cards,
         virtual_local_rank=virtual,
         signals=_signals(arguments.signals_to_handle),

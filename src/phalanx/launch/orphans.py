@@ -64,17 +64,21 @@ def _processes() -> dict[int, tuple[int, bool]]:
 
 def descendants(root: int) -> set[int]:
     """Every living process below ``root``."""
+    return set(families([root])[root])
+
+
+def families(roots: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """The living processes below each of these, parents before their children."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, (parent, _) in processes.items():
         children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
-    waiting = [root]
-    while waiting:
-        for child in children.get(waiting.pop(), ()):
-            found.add(child)
-            waiting.append(child)
-    return {pid for pid in found if processes[pid][1]}
+    found: dict[int, list[int]] = {}
+    for root in roots:
+        found[root] = [root]
+        for pid in found[root]:  # it grows meanwhile
+            found[root] += sorted(children.get(pid, ()))
+    return {root: tuple(pid for pid in below[1:] if processes[pid][1]) for root, below in found.items()}
 
 
 def bearers(token: str) -> set[int]:

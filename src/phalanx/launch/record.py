@@ -70,8 +70,14 @@ class Record:
         attempt: int = 0,
         said: Sequence[str] = (),
         directory_of: Callable[[events.Ending], str | None] = lambda _: None,
+        hang: Mapping[str, object] | None = None,
     ) -> None:
-        """``said``: the last lines on the console; ``directory_of``: the run directory of a rank on another node."""
+        """
+        Args:
+            said: the last lines on the console.
+            directory_of: the run directory of a rank on another node.
+            hang: for which the ranks were ended; it is the cause then.
+        """
         nodes: dict[str, dict[str, Any]] = {}
         for ending in endings:
             directory = directory_of(ending) or str(self._directory)
@@ -81,7 +87,7 @@ class Record:
             "attempts": attempt + 1,
             "started": self._started,
             "seconds": round(time.time() - self._started, 3),
-            **_fields(verdict),
+            **_fields(verdict, hang),
             "said": list(said),
             "restarts": self._restarts,
             "nodes": nodes,
@@ -106,9 +112,9 @@ class Record:
         self._log.close()
 
 
-def _fields(verdict: Verdict | None) -> dict[str, Any]:
+def _fields(verdict: Verdict | None, hang: Mapping[str, object] | None = None) -> dict[str, Any]:
     return {
-        "cause": dataclasses.asdict(verdict.cause) if verdict else None,
+        "cause": dataclasses.asdict(verdict.cause) if verdict else {"hang": hang} if hang else None,
         "alike": verdict.alike if verdict else (),
         "victims": verdict.victims if verdict else (),
     }

@@ -2,8 +2,9 @@
 
 This runs in the keeper of each node, which has torch; the agent, which has not, talks to it through their channel.
 The store holds three things: the book where each node signs in, a page for each attempt (where its workers meet, that
-it has to stop, how each node's ranks ended), and each node's sign of life. They stand under the name of the round: one
-for the whole run when nodes have numbers from the start, and one for each attempt when they come and go.
+it has to stop, why its ranks stand still, how each node's ranks ended), and each node's sign of life. They stand under
+the name of the round: one for the whole run when nodes have numbers from the start, and one for each attempt when they
+come and go.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from phalanx.errors import JoinError
+from phalanx.launch.docket import Docket
 
 _SLICE = 1.0
 _LOOK_EVERY = 0.05
@@ -156,14 +158,14 @@ class Page:
     """What the nodes tell each other about one attempt."""
 
     def __init__(self, store: Any, attempt: int, nodes: int) -> None:
-        self._store, self._attempt, self._nodes = store, attempt, nodes
+        self._store, self.attempt, self._nodes = store, attempt, nodes
 
     def through(self, store: Any) -> Page:
         """The same page, by way of another connection."""
-        return Page(store, self._attempt, self._nodes)
+        return Page(store, self.attempt, self._nodes)
 
     def _key(self, name: str) -> str:
-        return f"attempt/{self._attempt}/{name}"
+        return f"attempt/{self.attempt}/{name}"
 
     def open_at(self, address: str, port: int) -> None:
         """The first node: its workers' store is there."""
@@ -182,6 +184,11 @@ class Page:
     def stopped(self) -> dict[str, Any] | None:
         """The reason to stop, if there is one."""
         return json.loads(self._store.get(self._key("stop"))) if self._store.check([self._key("stop")]) else None
+
+    @property
+    def docket(self) -> Docket:
+        """What is said about ranks that stand still."""
+        return Docket(self._store, self._key("")[:-1], self._nodes)
 
     def hand_in(self, node: int, endings: list[dict[str, Any]]) -> None:
         self._store.set(self._key(f"endings/{node}"), json.dumps(endings))

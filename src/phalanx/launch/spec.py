@@ -85,6 +85,10 @@ class LaunchSpec:
     backend: str = "auto"
     """``auto`` or ``as-written``: whether a script that says gloo may get shm."""
     shutdown_timeout: float = 10.0
+    stall_after: float = 30.0
+    """Seconds without progress of any rank; 0: as long as they like."""
+    on_stall: str = "wait"
+    """``wait`` or ``kill``."""
     devices: tuple[str, ...] | None = None
     """What CUDA_VISIBLE_DEVICES will say; None leaves it as it is."""
     virtual_local_rank: bool = False
@@ -112,6 +116,8 @@ class LaunchSpec:
             raise UsageError(f"--max-restarts is {self.max_restarts}; give 0 or more.")
         if self.shutdown_timeout < 0:
             raise UsageError(f"--shutdown-timeout is {self.shutdown_timeout}; give seconds, 0 or more.")
+        if not 0 <= self.stall_after < float("inf"):  # nan is not either
+            raise UsageError(f"--stall-after is {self.stall_after:g}; give seconds, or 0 to switch it off.")
         if self.start_method not in START_METHODS:
             raise UsageError(f"--start-method {self.start_method} is unknown; give one of {', '.join(START_METHODS)}.")
 

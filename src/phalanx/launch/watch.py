@@ -190,6 +190,8 @@ class Watch:
             member.asked_at = time.time()
         member.asked_with = number
         self._nursery.signal(member.pid, number)
+        if number != signal.SIGKILL:
+            self._nursery.signal(member.pid, signal.SIGCONT)  # a stopped process would not hear the other one
 
 
 def _is_cleaning_up(member: Member) -> bool:

@@ -207,6 +207,8 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code:
             _report(report, _record(spec.rank, error, trace, code & 0xFF))
+        else:
+            _end_page()
         raise error
     _report(report, _record(spec.rank, error, trace, 1))
     hook = _users_hook()

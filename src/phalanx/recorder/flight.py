@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import status
+from phalanx.recorder.symbols import without_compiler
 from phalanx.status import layout
 from phalanx.status.page import Flight, StatusPage
 
@@ -113,6 +114,9 @@ class Reader:
             enqueued > completed for number, (enqueued, completed) in now.items() if self.names.get(number)
         )
         self.page.looked(is_running)
+        if self.page.are_stacks_asked():
+            status.write_stacks()
+            self.page.answer_stacks()
         is_stuck = is_running and not self.is_written and time.monotonic() - self.changed_at > _STUCK_SECONDS
         if is_stuck or self.page.is_asked():
             self.write_collectives()
@@ -172,7 +176,9 @@ class Reader:
 
 def entries(stacks: bool = False) -> list[dict[str, Any]]:
     """The flight recorder's, oldest first."""
-    return pickle.loads(torch_recorder()._dump_fr_trace(True, stacks, False)).get("entries", [])
+    with without_compiler():
+        found = torch_recorder()._dump_fr_trace(True, stacks, False)
+    return pickle.loads(found).get("entries", [])
 
 
 def is_noted_elsewhere(group: Any) -> bool:

@@ -23,12 +23,15 @@ from phalanx.status.reading import (
     Place,
     Status,
     ask,
+    ask_stacks,
     from_fields,
+    pulse,
     read,
     stacks_path,
     status_path,
     to_fields,
 )
+from phalanx.status.stacks import text_of_stacks
 
 __all__ = [
     "PHASES",
@@ -39,11 +42,13 @@ __all__ = [
     "Status",
     "StatusPage",
     "ask",
+    "ask_stacks",
     "begin",
     "complete",
     "from_fields",
     "own",
     "phase",
+    "pulse",
     "read",
     "record",
     "stacks_path",
@@ -52,19 +57,21 @@ __all__ = [
     "waiting",
     "when_begun",
     "when_failing",
+    "write_stacks",
 ]
 
 STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
-"""Makes a rank write the Python stacks of all of its threads to `stacks_path`, whatever it is blocked in."""
+"""Makes a rank write the Python stack of its main thread to `stacks_path`, whatever it is blocked in."""
 _own: StatusPage | None = None
 _put_aside: StatusPage | None = None
+_stacks = -1
 _completions: list[Callable[[], None]] = []
 _when_begun: list[Callable[[StatusPage], None]] = []
 
 
 def begin(directory: Path, rank: int, world_size: int) -> None:
     """From now on this process has a page. A disk without room for it is no reason not to train."""
-    global _own
+    global _own, _stacks
     try:
         _own = StatusPage(status_path(directory, rank), rank, world_size)
     except OSError:
@@ -72,9 +79,18 @@ def begin(directory: Path, rank: int, world_size: int) -> None:
         return
     with contextlib.suppress(OSError):
         fd = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)  # the file stays open as long as the process
+        # Not of all threads: others may run on while a signal handler reads their stacks, and crash it. The file stays
+        # open as long as the process.
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False)
+        _stacks = fd
     for call in _when_begun:
         call(_own)
+
+
+def write_stacks() -> None:
+    """The same for all threads, from a thread that has the interpreter to itself."""
+    if _stacks >= 0:
+        os.write(_stacks, text_of_stacks().encode(errors="replace"))
 
 
 def when_begun(call: Callable[[StatusPage], None]) -> None:

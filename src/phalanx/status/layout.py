@@ -11,6 +11,7 @@ record where both are equal and that is still the same when it looks again.
 | 24   | seconds in each phase so far, and in collectives that we record ourselves          |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
 | 42   | looks at torch's flight recorder, and how many of them found a collective running |
+| 44   | asked, answered: the same for the stacks of all threads                           |
 | 64   | groups: name, ranks, and how far the flight recorder has seen them                |
 | 384  | ring of the collectives that we record ourselves                                  |
 | 768  | places: lines of the user's code, to which collectives refer by number            |
@@ -32,6 +33,7 @@ LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
 """A number, the phase, how often it has been written, epoch, step, samples, optimizer steps, since when, the number."""
 SECONDS = 24
 ASKED, ANSWERED, LOOKS, LOOKS_WAITING = 40, 41, 42, 43
+STACKS_ASKED, STACKS_ANSWERED = 44, 45
 GROUP, GROUPS, GROUP_WORDS = 64, 16, 20
 NAME_BYTES, RANKS_BYTES = 24, 104
 GROUP_RECORD = Struct(f"@Q{NAME_BYTES}s{RANKS_BYTES}sQQQ")

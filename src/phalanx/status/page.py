@@ -179,6 +179,13 @@ class StatusPage:
     def answer(self) -> None:
         self._words[layout.ANSWERED] = self._words[layout.ASKED]
 
+    def are_stacks_asked(self) -> bool:
+        """Whether somebody wants to know where all threads are."""
+        return self._words[layout.STACKS_ASKED] != self._words[layout.STACKS_ANSWERED]
+
+    def answer_stacks(self) -> None:
+        self._words[layout.STACKS_ANSWERED] = self._words[layout.STACKS_ASKED]
+
     # ---- places in the user's code
 
     def never_users(self, directories: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -132,18 +133,44 @@ def read(path: Path) -> Status | None:
     return None  # it died while writing
 
 
+def pulse(path: Path) -> tuple[int, ...] | None:
+    """Changes when `Status.progress` does, for those who look all the time. A torn read is a change as well."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            data = file.read(layout.RING * layout.WORD)
+    except OSError:
+        return None
+    if len(data) < layout.RING * layout.WORD or data[:8] != layout.MAGIC:
+        return None
+    beats = layout.LOOP_RECORD.unpack_from(data, layout.LOOP * layout.WORD)[0]
+    # The seconds in collectives grow with each that ends.
+    waited = int.from_bytes(data[layout.WAITED * layout.WORD : (layout.WAITED + 1) * layout.WORD], sys.byteorder)
+    groups = range(layout.GROUP, layout.GROUP + layout.GROUPS * layout.GROUP_WORDS, layout.GROUP_WORDS)
+    return beats, waited, sum(layout.GROUP_RECORD.unpack_from(data, at * layout.WORD)[-2] for at in groups)
+
+
 def ask(path: Path, seconds: float) -> bool:
     """Asks a living rank to bring its page up to date; whether it has answered in time."""
+    return _ask(path, layout.ASKED, seconds)
+
+
+def ask_stacks(path: Path, seconds: float) -> bool:
+    """Asks it to write the stacks of all its threads to `stacks_path`. It answers if it has a thread left to do so."""
+    return _ask(path, layout.STACKS_ASKED, seconds)
+
+
+def _ask(path: Path, word: int, seconds: float) -> bool:
+    """The answer is in the next word."""
     with (
         path.open("r+b") as file,
         mmap.mmap(file.fileno(), layout.PAGE_BYTES) as page,
         memoryview(page) as whole,
         whole.cast("Q") as words,
     ):
-        words[layout.ASKED] += 1
+        words[word] += 1
         deadline = time.monotonic() + seconds
         # It looks several times a second; memory has no event to wait for.
-        while words[layout.ASKED] != words[layout.ANSWERED]:
+        while words[word] != words[word + 1]:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)

@@ -1,0 +1,76 @@
+"""When a run stands still: a pure function from what each rank does to the seconds that it may take.
+
+A false alarm is worse than a late one. So a rank that computes, reads or writes gets much longer than one that does
+nothing, and a run in which nobody waits for anybody is left alone as long as somebody works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.diagnose.rank_record import RankRecord
+
+WHILE_WORKING = 4
+WHILE_STARTING = 10
+"""Before anybody's first step: compiling, downloading, warming up."""
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What one rank does, as far as it matters here."""
+
+    rank: int
+    waits_in: tuple[str, int, str, int] | None = None
+    """The collective it waits in: group, number, operation, size."""
+    has_joined: bool = True
+    has_stepped: bool = True
+    phase: str = "other"
+    works: bool = False
+    """It, or a process that it has started, computes, reads or writes."""
+    moves: bool = False
+    """It reads or writes."""
+    is_stopped: bool = False
+    has_ended: bool = False
+    """Its script's last line is behind it."""
+
+
+def sighting_of(record: RankRecord) -> Sighting:
+    page, waits = record.status, record.waits_in
+    everything = [one for one in (record.vitals, *(child.vitals for child in record.children)) if one is not None]
+    return Sighting(
+        rank=record.rank,
+        waits_in=(waits.group, waits.number, waits.op, waits.size) if waits else None,
+        has_joined=record.has_joined,
+        has_stepped=page is not None and (page.updates > 0 or page.step > 0),
+        phase=page.phase if page else "started",
+        works=any(one.works for one in everything),
+        moves=any(one.moves for one in everything),
+        is_stopped=record.vitals is not None and record.vitals.state in "Tt",
+        has_ended=record.exit_code is not None or (page is not None and page.phase == "done"),
+    )
+
+
+def patience(sightings: Sequence[Sighting], stall_after: float) -> float | None:
+    """Seconds without progress of any rank after which these stand still; None: they may go on like this for ever."""
+    waiting = [one for one in sightings if one.waits_in]
+    others = [one for one in sightings if not one.waits_in]
+    if len(sightings) < 2 or not any(one.has_joined or one.waits_in for one in sightings):
+        return None  # a script may sleep as it likes
+    if any(one.phase == "checkpoint" and one.works for one in others):
+        return None
+    working = [one for one in others if one.works and not one.has_ended]
+    if not waiting and (working or any(one.has_ended for one in others)):
+        return None
+    if working:
+        return stall_after * (WHILE_WORKING if any(one.has_stepped for one in sightings) else WHILE_STARTING)
+    if not others and len({one.waits_in for one in waiting}) == 1:
+        return _patience_within(waiting, stall_after)
+    return stall_after
+
+
+def _patience_within(waiting: Sequence[Sighting], stall_after: float) -> float | None:
+    """All are in the same collective, so nobody is missing: it may be slow."""
+    if any(one.moves for one in waiting):
+        return None
+    return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else 1)

@@ -1,0 +1,138 @@
+"""All that is known of a rank that stands still: frozen, and fit for a trip to another node."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx import status
+from phalanx.diagnose import stacks
+from phalanx.diagnose.stacks import Thread
+from phalanx.status import Collective, Place, Status
+
+UNNAMED = "collective"
+_BUSY = 0.2
+_MOVES = 10_000.0
+
+
+@dataclass(frozen=True)
+class Vitals:
+    """What the kernel says of a process, over the last seconds."""
+
+    pid: int
+    state: str
+    """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger, Z has ended."""
+    cpu: float = 0.0
+    """Cores in use by all its threads: 1.0 is one."""
+    bytes_moved: float = 0.0
+    """A second, read and written: files, pipes, connections."""
+    faults: float = 0.0
+    """Pages a second that had to come from a disk."""
+    swapped: int = 0
+    """Bytes of it that are in swap space."""
+    resident: int = 0
+    waits_in: str = ""
+    """The kernel's function that its main thread sleeps in."""
+    waits_for_disk: bool = False
+    """Most of the time."""
+    wants_cpu: bool = False
+    """Most of the time, whether it gets one or not."""
+
+    @property
+    def computes(self) -> bool:
+        return self.cpu > _BUSY or self.wants_cpu
+
+    @property
+    def works(self) -> bool:
+        return self.computes or self.moves or self.waits_for_disk
+
+    @property
+    def moves(self) -> bool:
+        return self.bytes_moved > _MOVES
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that a rank has started, such as a worker of its data loader."""
+
+    vitals: Vitals
+    command: str
+    threads: tuple[Thread, ...] = ()
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank."""
+
+    rank: int
+    host: str = ""
+    status: Status | None = None
+    """None: it has no page."""
+    quiet: float = 0.0
+    """Seconds since its last progress."""
+    vitals: Vitals | None = None
+    """None: it has ended."""
+    threads: tuple[Thread, ...] = ()
+    children: tuple[Child, ...] = ()
+    exit_code: int | None = None
+    """None: it runs."""
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The text of the lines that asked for its last collectives, by ``file:line``."""
+
+    @property
+    def waits_in(self) -> Collective | None:
+        """The collective that it has asked for and that has not ended. A stopped rank waits for nobody."""
+        if self.status is None or self.vitals is None or self.vitals.state in "Tt":
+            return None
+        return self.status.open_collective or _unnamed(self.status)
+
+    @property
+    def has_joined(self) -> bool:
+        """It has a process group. Torch's flight recorder shows one only when it is used."""
+        page = self.status
+        return page is not None and bool(page.groups or any(map(_is_joining_done, page.collectives)))
+
+    def source_of(self, place: Place | None) -> str:
+        return self.sources.get(f"{place.file}:{place.line}", "") if place else ""
+
+    @property
+    def main(self) -> Thread | None:
+        return stacks.main_thread(self.threads)
+
+
+def _unnamed(page: Status) -> Collective | None:
+    """How far a group has come is known at once, which collective it is in when the rank finds the time to write it."""
+    ended = {(one.group, one.number) for one in page.collectives}  # if one were open, it would have a name
+    for group in page.groups:
+        has_more = group.enqueued is not None and group.enqueued > (group.completed or 0)
+        if group.enqueued is not None and has_more and (group.name, group.enqueued) not in ended:
+            return Collective(group.name, group.enqueued, UNNAMED, "", 0, None, "running", page.since, None, None, None)
+    return None
+
+
+def _is_joining_done(one: Collective) -> bool:
+    return one.op == "init_process_group" and one.state == "done"
+
+
+def to_fields(record: RankRecord) -> dict[str, Any]:
+    return dataclasses.asdict(record)
+
+
+def from_fields(fields: Mapping[str, Any]) -> RankRecord:
+    """The opposite, from JSON."""
+    vitals, page = fields["vitals"], fields["status"]
+    children = (
+        Child(Vitals(**child["vitals"]), child["command"], tuple(map(stacks.thread_from_fields, child["threads"])))
+        for child in fields["children"]
+    )
+    return RankRecord(
+        **{
+            **fields,
+            "status": status.from_fields(page) if page else None,
+            "vitals": Vitals(**vitals) if vitals else None,
+            "threads": tuple(map(stacks.thread_from_fields, fields["threads"])),
+            "children": tuple(children),
+        }
+    )

@@ -1,0 +1,192 @@
+"""What a rank does instead of what the others wait for: from its record to a kind and a line of code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.diagnose.rank_record import Child, RankRecord, Vitals
+from phalanx.diagnose.stacks import Line, Thread, main_thread
+
+_SWAPPED = 16 << 20
+_FAULTS = 20.0
+_LOADER = ("torch/utils/data/dataloader.py",)
+_LOADER_WORKER = "torch/utils/data/_utils/worker.py"
+
+# What the kernel says it sleeps in, or what the innermost lines are part of, or what the user's line says.
+_BY_KERNEL = (
+    ("sleeps", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep")),
+    ("child", ("do_wait", "kernel_wait4")),
+    ("input", ("tty_read", "n_tty_read")),
+    ("network", ("inet_csk_", "sk_wait_", "tcp_", "unix_stream_", "wait_woken")),
+)
+_BY_FILE = (
+    ("child", ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/process.py")),
+    ("lock", ("/threading.py", "/queue.py", "/concurrent/futures/_base.py", "/concurrent/futures/thread.py")),
+    ("queue", ("/multiprocessing/queues.py", "/multiprocessing/connection.py", "/multiprocessing/synchronize.py")),
+    ("network", ("/socket.py", "/ssl.py", "/http/client.py", "/urllib/request.py")),
+)
+_BY_TEXT = (
+    ("sleeps", re.compile(r"\bsleep\(")),
+    ("input", re.compile(r"\binput\(|\bstdin\b")),
+    ("lock", re.compile(r"lock|mutex|semaphore|condition|\.acquire\(|\.result\(|\.wait\(", re.IGNORECASE)),
+)
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Of one rank."""
+
+    kind: str
+    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, queue, network,
+    idle or unknown"""
+    line: Line | None = None
+    """The innermost of the user's."""
+    helper: Child | None = None
+    """The process that it waits for, if that is known: a worker of the loader, or a program."""
+    holder: Line | None = None
+    """Where the thread stands that probably holds the lock."""
+    left: Line | None = None
+    """The line of the loop that it has left, as the ranks that wait have it."""
+
+
+def whereabouts(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Whereabouts:
+    """``waiting``: the ranks that wait for this one."""
+    if record.exit_code is not None:
+        return Whereabouts("ended")
+    main = record.main
+    line = main.telling if main else None
+    left = next(filter(None, (has_left(record, other) for other in waiting)), None)
+    kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
+    if kind is not None:
+        is_behind = kind == "finished" and not (main and main.users)  # it is in nothing of the user's any more
+        return Whereabouts(kind, None if is_behind else line, left=left)
+    if main is not None and _is_in_loader(main):
+        return Whereabouts("loader", line, helper=_stuck(record.children, of_loader=True), left=left)
+    kind = _idle_kind(record, main)
+    return Whereabouts(
+        kind,
+        line,
+        helper=_stuck(record.children, of_loader=False) if kind == "child" else None,
+        holder=_holder(record.threads) if kind == "lock" else None,
+        left=left,
+    )
+
+
+def _by_kernel_alone(vitals: Vitals | None) -> str | None:
+    """What holds a process up whatever its code is."""
+    if vitals is None:
+        return "unknown"
+    if vitals.state in ("T", "t"):
+        return "stopped" if vitals.state == "T" else "traced"
+    if vitals.swapped > _SWAPPED and vitals.faults > _FAULTS:
+        return "swapped"
+    return None
+
+
+def _idle_kind(record: RankRecord, main: Thread | None) -> str:
+    vitals = record.vitals
+    assert vitals is not None
+    if vitals.computes:
+        return "computes"
+    found = _by_kernel(vitals) or (_by_code(main) if main else None)
+    if found is not None:
+        return found
+    if vitals.state == "D" or vitals.waits_for_disk:
+        return "disk"
+    if vitals.waits_in.startswith("futex"):  # which stands behind many things
+        return "lock"
+    return "idle" if main is not None else "unknown"
+
+
+def _by_kernel(vitals: Vitals) -> str | None:
+    return next((kind for kind, names in _BY_KERNEL if vitals.waits_in.startswith(names)), None)
+
+
+def _by_code(main: Thread) -> str | None:
+    innermost, telling = main.innermost, main.telling
+    if innermost is not None and not innermost.is_users:
+        # Only the innermost few are about what it waits for; those further out have called it.
+        inner = [line for line in main.lines[:4] if not line.is_users]
+        for kind, files in _BY_FILE:
+            if any(line.is_in(*files) for line in inner):
+                return kind
+    text = telling.source if telling else ""
+    return next((kind for kind, pattern in _BY_TEXT if pattern.search(text)), None)
+
+
+# ---- other processes and threads
+
+
+def _is_in_loader(main: Thread) -> bool:
+    """It waits for a batch that the loader's processes are to bring: nothing of the user's is within the loader."""
+    for line in main.lines:
+        if line.is_users:
+            return False
+        if line.is_in(*_LOADER):
+            return True
+    return False
+
+
+def _stuck(children: Sequence[Child], of_loader: bool) -> Child | None:
+    """The process that is waited for. An idle worker of a loader stands in no line of the user's."""
+    if not of_loader:
+        return children[-1] if children else None
+    workers = [child for child in children if any(map(_is_loader_worker, child.threads))]
+    stuck = [child for child in workers if _line_within_worker(child) is not None]
+    stopped = [child for child in workers if child.vitals.state in "Tt"]
+    return next(iter(stopped or stuck or workers or children), None)
+
+
+def _is_loader_worker(thread: Thread) -> bool:
+    return any(line.is_in(_LOADER_WORKER) for line in thread.lines)
+
+
+def _line_within_worker(child: Child) -> Line | None:
+    """The user's line that a loader's worker is in; those further out are the rank's, from before the fork."""
+    main = main_thread(child.threads)
+    for line in main.lines if main else ():
+        if line.is_in(_LOADER_WORKER):
+            return None
+        if line.is_users:
+            return line
+    return None
+
+
+def helper_line(child: Child) -> Line | None:
+    """Where a process that a rank waits for stands, if it is Python."""
+    main = main_thread(child.threads)
+    if main is None:
+        return None
+    return _line_within_worker(child) if _is_loader_worker(main) else main.telling
+
+
+def _holder(threads: Sequence[Thread]) -> Line | None:
+    """Whoever holds the lock is another thread that runs the user's code."""
+    return next((thread.telling for thread in threads if not thread.is_main and thread.users), None)
+
+
+# ---- loops
+
+
+def has_left(record: RankRecord, other: RankRecord) -> Line | None:
+    """The line where ``other`` is in a loop that this rank has left: it is further down in the same function."""
+    ours, theirs = record.main, other.main
+    if ours is None or theirs is None:
+        return None
+    inward = list(reversed(theirs.users))
+    for depth, (own, their) in enumerate(zip(reversed(ours.users), inward, strict=False)):
+        if (own.file, own.function) != (their.file, their.function):
+            return None
+        if own.line == their.line:
+            continue
+        if own.line < their.line:
+            return None  # or in the next round of a loop around both
+        within = [(first, last) for first, last in their.loops if own.line > last]
+        if within:
+            return Line(their.file, within[-1][0], their.function)
+        return next(
+            (Line(line.file, line.loops[-1][0], line.function) for line in inward[depth + 1 :] if line.loops), None
+        )
+    return None

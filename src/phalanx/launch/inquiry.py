@@ -1,0 +1,103 @@
+"""Collects all that can be known of the ranks of this node, on a thread of its own: it takes a second or two."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx import status
+from phalanx.diagnose.rank_record import UNNAMED, RankRecord
+from phalanx.diagnose.report import shorten_path
+from phalanx.diagnose.stacks import source_of
+from phalanx.launch.stacks import Wanted, stacks_of
+
+_LONGEST = 6.0
+_ANSWER = 0.5
+_SLOW_ANSWER = 3.0
+"""If torch's compiler is there, torch may take seconds to find the line that has asked for a collective."""
+_MOST_CHILDREN = 16
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A rank as it is known before the inquiry."""
+
+    record: RankRecord
+    pid: int | None
+    """None: it has ended."""
+
+
+class Inquiry:
+    """Into why they stand still."""
+
+    def __init__(self, subjects: Sequence[Subject], directory: Path, done: Callable[[], None]) -> None:
+        """``done`` is called on the thread, when the records are there."""
+        self._subjects, self._directory, self._done = subjects, directory, done
+        self.records: list[RankRecord] | None = None
+        self._thread = threading.Thread(target=self._collect, name="inquiry", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """It is not worth much when nobody waits for it any more, but it does not take long."""
+        self._thread.join(_LONGEST)
+
+    def _collect(self) -> None:
+        deadline = time.monotonic() + _LONGEST
+        with ThreadPoolExecutor(min(16, len(self._subjects))) as pool:
+            records = list(pool.map(self._with_page, self._subjects))
+        wanted = [
+            Wanted(
+                subject.pid,
+                _children_of_interest(record),
+                status.status_path(self._directory, record.rank),
+                status.stacks_path(self._directory, record.rank),
+            )
+            for subject, record in zip(self._subjects, records, strict=True)
+            if subject.pid is not None
+        ]
+        found = stacks_of(wanted, deadline)
+        self.records = [
+            replace(
+                record,
+                threads=found.get(subject.pid or 0, ()),
+                children=tuple(replace(child, threads=found.get(child.vitals.pid, ())) for child in record.children),
+            )
+            for subject, record in zip(self._subjects, records, strict=True)
+        ]
+        self._done()
+
+    def _with_page(self, subject: Subject) -> RankRecord:
+        """As new as can be. A rank that cannot answer has the page that it had."""
+        record = subject.record
+        path = status.status_path(self._directory, record.rank)
+        if subject.pid is not None and record.vitals is not None and record.vitals.state not in "Tt":
+            try:
+                is_slow = record.waits_in is not None and record.waits_in.op == UNNAMED
+                status.ask(path, _SLOW_ANSWER if is_slow else _ANSWER)
+            except (OSError, ValueError):  # it has none, or an empty one
+                return record
+        page = status.read(path)
+        if page is None:
+            return record
+        places = {one.place: _shortened(one.place) for one in page.collectives if one.place is not None}
+        sources = {f"{shown.file}:{shown.line}": source_of(real.file, real.line) for real, shown in places.items()}
+        collectives = (replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
+        return replace(record, status=replace(page, collectives=tuple(collectives)), sources=sources)
+
+
+def _shortened(place: status.Place) -> status.Place:
+    """On this node, where it is known what a path can be shortened by."""
+    return replace(place, file=shorten_path(place.file))
+
+
+def _children_of_interest(record: RankRecord) -> tuple[int, ...]:
+    """Of a rank that waits for other ranks, none."""
+    return () if record.waits_in else tuple(child.vitals.pid for child in record.children[:_MOST_CHILDREN])

@@ -1,0 +1,162 @@
+"""Gets the Python stacks of processes that stand still.
+
+A rank's own recorder writes those of all threads when it is asked to. If it cannot, because the interpreter is not
+free, or there is none, as in the workers of a data loader, a signal makes the main thread write its own. Last comes
+py-spy, if it is installed: for processes that are stopped, or not ours. A process that does not catch the signal would
+be killed by it, so that is looked at first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx import status
+from phalanx.diagnose import stacks
+from phalanx.diagnose.stacks import Thread
+from phalanx.launch import vitals
+
+_MOST_AT_ONCE = 16
+_ANSWER = 0.5
+_LONGEST_ANSWER = 1.0
+_SETTLED = 0.05
+_LONGEST_PY_SPY = 3.0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A rank's process, and those below it that matter."""
+
+    pid: int
+    children: Sequence[int]
+    page: Path
+    file: Path
+    """Where all of these write their stacks."""
+
+
+def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thread, ...]]:
+    """By pid. The processes of one rank share a file, so they are asked one after the other; the ranks all at once."""
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(wanted) or 1)) as pool:
+        found = dict(zip((one.pid for one in wanted), pool.map(_by_recorder, wanted), strict=True))
+    queues = {one: [pid for pid in (one.pid, *one.children) if not found.get(pid)] for one in wanted}
+    while any(queues.values()) and time.monotonic() < deadline:
+        found |= _by_signal({queue.pop(0): one.file for one, queue in queues.items() if queue})
+    for one in wanted:
+        for pid in (one.pid, *one.children):
+            if not found.get(pid) and time.monotonic() < deadline:
+                found[pid] = _by_py_spy(pid)
+    return {pid: stacks.with_sources(threads) for pid, threads in found.items()}
+
+
+# ---- by the rank itself
+
+
+def _by_recorder(one: Wanted) -> tuple[Thread, ...]:
+    begin = _size(one.file)
+    if not _is_running(one.pid):
+        return ()
+    try:
+        has_answered = status.ask_stacks(one.page, _ANSWER)
+    except (OSError, ValueError):  # it has no page, or an empty one
+        return ()
+    return stacks.from_faulthandler(_tail(one.file, begin)) if has_answered else ()
+
+
+# ---- by a signal
+
+
+def _by_signal(asked: Mapping[int, Path]) -> dict[int, tuple[Thread, ...]]:
+    begins = {pid: _size(file) for pid, file in asked.items()}
+    answers = {pid: file for pid, file in asked.items() if _tell(pid)}
+    sizes, settled_at = dict(begins), dict.fromkeys(answers, 0.0)
+    deadline = time.monotonic() + _LONGEST_ANSWER
+    # A file has no event that says "this was all"; a dump is written within a few milliseconds.
+    while time.monotonic() < deadline and any(not _is_settled(moment) for moment in settled_at.values()):
+        time.sleep(_SETTLED / 5)
+        for pid, file in answers.items():
+            size = _size(file)
+            if size != sizes[pid]:
+                sizes[pid], settled_at[pid] = size, time.monotonic()
+    return {pid: stacks.from_faulthandler(_tail(file, begins[pid])) for pid, file in answers.items()}
+
+
+def _is_settled(moment: float) -> bool:
+    """It has grown, and then not for a while."""
+    return moment > 0 and time.monotonic() - moment > _SETTLED
+
+
+def _tell(pid: int) -> bool:
+    """Whether the signal has been sent."""
+    try:
+        handle = os.pidfd_open(pid)  # from here on it cannot become another process
+    except OSError:
+        return False
+    try:
+        if not _listens(pid):
+            return False
+        signal.pidfd_send_signal(handle, status.STACK_SIGNAL)
+    except OSError:  # another user's, or it has just ended
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def _listens(pid: int) -> bool:
+    """Whether it catches the signal, and runs: one that is stopped would answer after its return, to nobody."""
+    caught = int(vitals.field_of(pid, "SigCgt") or "0", 16)
+    return bool(caught >> (status.STACK_SIGNAL - 1) & 1) and _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    return vitals.field_of(pid, "State")[:1] not in ("", "T", "t", "Z")
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tail(file: Path, begin: int) -> str:
+    try:
+        with file.open("rb") as opened:
+            opened.seek(begin)
+            return opened.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+# ---- by py-spy
+
+
+def _by_py_spy(pid: int) -> tuple[Thread, ...]:
+    """It reads the memory of a process that need not do anything for it, nor is it stopped for that."""
+    program = _py_spy()
+    if program is None or not Path(f"/proc/{pid}").exists():
+        return ()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LONGEST_PY_SPY,
+            check=True,
+        )
+        return stacks.from_py_spy(done.stdout.decode(errors="replace"))
+    return ()
+
+
+def _py_spy() -> str | None:
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if beside.exists() else shutil.which("py-spy")

@@ -1,0 +1,89 @@
+"""The ranks of this node, seen about once a second: when they last got on, and what they do since.
+
+As long as they get on, a look is a read of three kilobytes for each rank.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx import status
+from phalanx.diagnose.rank_record import Child, RankRecord
+from phalanx.launch.inquiry import Subject
+from phalanx.launch.member import Member
+from phalanx.launch.vitals import Chart, command_of
+
+_SLEPT = 5.0
+"""Seconds without a look: it was us who stood still, stopped or on a machine that was asleep."""
+
+
+class Vigil:
+    """Of one attempt."""
+
+    def __init__(self, directory: Path, stall_after: float) -> None:
+        self._directory, self._stall_after = directory, stall_after
+        self._every = min(1.0, stall_after / 5)
+        self._chart = Chart(stall_after)
+        self._pulses: dict[int, tuple[int, ...] | None] = {}
+        self._moved_at: dict[int, float] = {}
+        self._looked_at = 0.0
+        self._host = socket.gethostname()
+
+    def is_due(self, now: float) -> bool:
+        return now >= self._looked_at + self._every
+
+    def look(self, members: Mapping[int, Member], now: float) -> bool:
+        """Whether any rank has got on since the last look."""
+        if self._looked_at and now - self._looked_at > _SLEPT:
+            self._pulses.clear()
+        self._looked_at = now
+        moved = [rank for rank, member in members.items() if self._has_moved(rank, member)]
+        for rank in moved:
+            self._moved_at[rank] = now
+        if moved:
+            self._chart.clear()
+        elif self.quiet(now) >= self._stall_after / 2:
+            self._chart.look([pid for member in members.values() if (pid := _living(member)) is not None], now)
+        return bool(moved)
+
+    def _has_moved(self, rank: int, member: Member) -> bool:
+        pulse = status.pulse(status.status_path(self._directory, rank)) or ()
+        pulse = (*pulse, member.pid or 0, member.exited is not None)
+        before = self._pulses.get(rank)
+        self._pulses[rank] = pulse
+        return pulse != before
+
+    def quiet(self, now: float) -> float:
+        """Seconds since the last progress of any rank of this node."""
+        return now - max(self._moved_at.values(), default=now)
+
+    @property
+    def is_informed(self) -> bool:
+        """Whether it has watched them for long enough to say who works."""
+        return self._chart.span >= self._stall_after / 4
+
+    def subjects(self, members: Mapping[int, Member], now: float) -> list[Subject]:
+        """What is known of each rank without asking it."""
+        return [self._subject(rank, member, now) for rank, member in sorted(members.items())]
+
+    def _subject(self, rank: int, member: Member, now: float) -> Subject:
+        pid = _living(member)
+        vitals = None if pid is None else self._chart.vitals(pid)
+        below = [self._chart.vitals(child) for child in self._chart.families.get(pid or 0, ())]
+        exited = member.exited
+        record = RankRecord(
+            rank,
+            self._host,
+            status=status.read(status.status_path(self._directory, rank)),
+            quiet=now - self._moved_at.get(rank, now),
+            vitals=vitals,
+            children=tuple(Child(one, command_of(one.pid)) for one in below if one is not None),
+            exit_code=None if exited is None else exited.exit_code or -(exited.signal or 0),
+        )
+        return Subject(record, pid)
+
+
+def _living(member: Member) -> int | None:
+    return member.pid if member.exited is None else None

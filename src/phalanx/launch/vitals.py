@@ -1,0 +1,143 @@
+"""What the kernel says of the ranks' processes, and of those that they have started, over the last seconds.
+
+Nothing is read as long as the ranks get on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.diagnose.rank_record import Vitals
+from phalanx.launch import orphans, sockets
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Of one process at one moment: sums since its start."""
+
+    at: float
+    state: str
+    cpu: float
+    """Seconds of all its threads."""
+    moved: int
+    """Bytes."""
+    faults: int
+    resident: int
+
+
+def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None:
+    """None when there is no such process. ``connections``: see `sockets`."""
+    try:
+        # The command's name stands in parentheses and may hold spaces and parentheses itself.
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return Reading(
+        at=now,
+        state=fields[0].decode(),
+        cpu=(int(fields[11]) + int(fields[12])) / _TICKS,
+        moved=_moved(pid) + sockets.moved_by(pid, connections),
+        faults=int(fields[9]),
+        resident=int(fields[21]) * _PAGE,
+    )
+
+
+def _moved(pid: int) -> int:
+    """Read and written, from wherever: the bytes that came to a disk are counted late, those of a cache never."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:  # another user's process, or a kernel that does not count
+        return 0
+    fields = dict(line.split(": ") for line in lines)
+    return int(fields["rchar"]) + int(fields["wchar"])
+
+
+def field_of(pid: int, name: str) -> str:
+    """From /proc/PID/status; empty when it is not there."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == name:
+                return value.strip()
+    return ""
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+class Chart:
+    """Readings of all these processes, as far back as they are of use."""
+
+    def __init__(self, window: float) -> None:
+        """``window``: seconds."""
+        self._window = window
+        self._readings: dict[int, deque[Reading]] = {}
+        self.families: dict[int, tuple[int, ...]] = {}
+        """Of each rank's process, those below it."""
+
+    def clear(self) -> None:
+        self._readings.clear()
+        self.families.clear()
+
+    def look(self, pids: Collection[int], now: float) -> None:
+        """One more reading of these processes and all below them."""
+        self.families = orphans.families(pids)
+        connections = sockets.moved_by_connection()
+        everyone = [*pids, *(pid for family in self.families.values() for pid in family)]
+        for pid in everyone:
+            found = read(pid, now, connections)
+            if found is not None:
+                self._readings.setdefault(pid, deque()).append(found)
+        for pid in set(self._readings) - set(everyone):
+            del self._readings[pid]
+        for readings in self._readings.values():
+            while len(readings) > 2 and now - readings[1].at >= self._window:
+                readings.popleft()
+
+    @property
+    def span(self) -> float:
+        """Seconds between the first reading and the last."""
+        return max((readings[-1].at - readings[0].at for readings in self._readings.values()), default=0.0)
+
+    def vitals(self, pid: int) -> Vitals | None:
+        """None when it has ended, or was never seen."""
+        readings = self._readings.get(pid)
+        if not readings or readings[-1].state in "ZX":
+            return None
+        first, last = readings[0], readings[-1]
+        seconds = max(last.at - first.at, 1e-3)
+        return Vitals(
+            pid=pid,
+            state=last.state,
+            cpu=(last.cpu - first.cpu) / seconds,
+            bytes_moved=(last.moved - first.moved) / seconds,
+            faults=(last.faults - first.faults) / seconds,
+            swapped=int(field_of(pid, "VmSwap").partition(" ")[0] or 0) << 10,
+            resident=last.resident,
+            waits_in=_waits_in(pid),
+            waits_for_disk=_is_mostly("D", readings),
+            wants_cpu=_is_mostly("R", readings),
+        )
+
+
+def _is_mostly(state: str, readings: Collection[Reading]) -> bool:
+    return 2 * sum(one.state == state for one in readings) > len(readings)
+
+
+def _waits_in(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return ""
