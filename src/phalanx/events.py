@@ -2,11 +2,13 @@
 
     runs/<id>/                 mode 0700: it holds the environment's values and whatever the script printed
       run.json                 the LaunchSpec, written before anything starts
-      agent.events.jsonl       one line an event of the agent: started, exited, restarting, ended
+      agent.events.jsonl       one line an event of the agent: started, exited, stall, restarting, ended
       rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch; of px.Checkpointer
                                saving and loaded, and from the rank that was done last saved or save failed, each with
                                the step and the seconds
       rank-N.status            what rank N is doing now: a page of memory, see phalanx/status.py
+      rank-N.stacks            where rank N's threads were, each time that somebody asked
+      stall-N.txt              the Nth verdict on ranks that stood still, with all that was known of each
       rank-N.log               everything rank N printed, and the traceback it died with
       keeper.log               with several nodes: what torch said while they talked to each other
       error-N.json             an ErrorRecord: what rank N told of the exception that ended its script

@@ -21,7 +21,10 @@ from tests.conftest import REPOSITORY, Outcome
 from tests.ranks.test_examples import EXPECTED
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "CONTRIBUTING.md"]
-FAILS_ON_PURPOSE = {"phalanx run --nproc-per-node 4 examples/broken.py": 1}
+FAILS_ON_PURPOSE = {
+    "phalanx run --nproc-per-node 4 examples/broken.py": 1,
+    "phalanx run --nproc-per-node 4 --stall-after 3 --on-stall kill examples/stuck.py": 1,
+}
 # `make test` is what runs this; `make demo` is taken apart below; the others are parts of these, or have a short form
 # among the tests (tests/native, tests/suite).
 MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench", "make stress", "make suite"}
