@@ -37,6 +37,21 @@ def allowance(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
     return Allowance(min(quotas, default=None), memory, memory_used, processes, processes_used)
 
 
+def throttled(membership: Path, root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Seconds that a process has lost to a quota: of its group and those above it, the one that has lost most."""
+    rows = [line.split(":", 2) for line in _read(membership).splitlines()]
+    groups = {name: path for _, controllers, path in rows for name in controllers.split(",")}
+    return max((_throttled(_read(group / "cpu.stat")) for group in _groups(root, "cpu", groups)), default=0.0)
+
+
+def _throttled(statistics: str) -> float:
+    found = re.search(r"^throttled_usec (\d+)$", statistics, re.MULTILINE)
+    if found:
+        return int(found[1]) / 1e6
+    found = re.search(r"^throttled_time (\d+)$", statistics, re.MULTILINE)  # version 1
+    return int(found[1]) / 1e9 if found else 0.0
+
+
 def _groups(root: Path, controller: str, groups: dict[str, str]) -> Iterator[Path]:
     """The directories that may bind this process. Within a container its path may be one that only the host has."""
     for base, path in ((root, groups.get("", "/")), (root / controller, groups.get(controller, "/"))):
