@@ -1,7 +1,8 @@
 """The hallway: a page of memory in which each rank says what it is doing, readable from outside, even after its death.
 
 ``rank-N.status`` in the run directory, mapped by the rank. `layout` says what stands where, `page` writes, `reading`
-reads. `own` is the page of this process, if ``phalanx run`` started it.
+reads; `windows` does both, for the pace of the last steps. `own` is the page of this process, if ``phalanx run``
+started it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from phalanx.status.reading import (
     status_path,
     to_fields,
 )
+from phalanx.status.windows import Window, windows
 
 __all__ = [
     "PHASES",
@@ -38,6 +40,7 @@ __all__ = [
     "Place",
     "Status",
     "StatusPage",
+    "Window",
     "ask",
     "begin",
     "complete",
@@ -51,6 +54,7 @@ __all__ = [
     "waiting",
     "when_begun",
     "when_failing",
+    "windows",
 ]
 
 STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)

@@ -12,13 +12,15 @@ import os
 import sys
 import sysconfig
 from collections.abc import Sequence
+from _thread import get_ident
 from dataclasses import dataclass
 from pathlib import Path
 from time import time
 from types import CodeType, FrameType
 
 from phalanx.status import layout
-from phalanx.status.layout import ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+from phalanx.status.layout import BLOCKED, BLOCKED_SINCE, ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
@@ -60,6 +62,9 @@ class StatusPage:
         self._beats = self._epoch = self._step = self._samples = self._updates = 0
         self._groups: dict[str, int] = {}
         self._recorded = self._writes = 0
+        self._thread = get_ident()  # the one that makes it is the one with the loop
+        self._blocked_by = 0
+        self._cutter = Cutter(self._page)
         self._places: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[str, int, str], int] = {}
         self._next_slot = itertools.count()
@@ -79,6 +84,9 @@ class StatusPage:
         before, now = self._phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
         self._phase, self._since = phase, now
+        if self._blocked_by:  # an exception has ended what it waited for
+            self._blocked_by = 0
+            self._doubles[BLOCKED_SINCE] = 0.0
         self._write_loop()
         return before
 
@@ -87,9 +95,30 @@ class StatusPage:
         self._epoch, self._step, self._samples = epoch, step, samples
         self.enter(phase)
 
-    def stepped(self) -> None:
-        """An optimizer has made a step; told with the next phase."""
+    def stepped(self, then: int) -> None:
+        """An optimizer has made a step, and this rank is in another phase from now on."""
         self._updates += 1
+        self.enter(then)
+        if self._updates == self._cutter.due:
+            doubles = self._doubles
+            own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
+            self._cutter.cut(own, self._since)
+
+    def block(self) -> bool:
+        """From now on this thread waits for other ranks. False: it is not the loop's, or it was known already."""
+        if self._blocked_by or get_ident() != self._thread:
+            return False
+        self._blocked_by = -1
+        self._doubles[BLOCKED_SINCE] = time()
+        return True
+
+    def unblock(self) -> None:
+        """It does no longer, if it did."""
+        if not self._blocked_by or get_ident() != self._thread:
+            return
+        self._blocked_by = 0
+        self._doubles[BLOCKED + self._phase] += time() - self._doubles[BLOCKED_SINCE]
+        self._doubles[BLOCKED_SINCE] = 0.0
 
     def _write_loop(self) -> None:
         self._beats = beats = self._beats + 1
@@ -121,9 +150,13 @@ class StatusPage:
     # ---- collectives
 
     def begin(self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER) -> int:
-        """A collective that somebody asks for now. Returns what `start` and `end` want to know."""
+        """A collective that somebody asks for now, and waits for if it is running. Returns what `start` and `end`
+        want to know."""
         now = time()
         self._recorded = entry = self._recorded + 1
+        if is_running and not self._blocked_by and get_ident() == self._thread:
+            self._blocked_by = entry
+            self._doubles[BLOCKED_SINCE] = now
         place = self._place(sys._getframe(1))
         at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
         _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now * is_running, 0.0, entry)
@@ -139,10 +172,15 @@ class StatusPage:
         """``seconds``: that it took, with the waiting for other ranks."""
         words, doubles = self._words, self._doubles
         at = RING + entry % RING_ENTRIES * ENTRY_WORDS
+        now = time()
         if words[at] == entry:
             if has_failed:
                 words[at + 1] |= 1
-            doubles[at + 8] = time()
+            doubles[at + 8] = now
+        if entry == self._blocked_by:
+            self._blocked_by = 0
+            doubles[BLOCKED + self._phase] += now - doubles[BLOCKED_SINCE]
+            doubles[BLOCKED_SINCE] = 0.0
         doubles[layout.WAITED] += seconds
         words[layout.ENDED] += 1
 

@@ -97,6 +97,10 @@ class Status:
     groups: tuple[Group, ...]
     collectives: tuple[Collective, ...]
     """Oldest first."""
+    blocked: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of each phase in which its loop waited for other ranks."""
+    blocked_since: float | None = None
+    """When it began to, if it waits now."""
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -184,7 +188,10 @@ def _parsed(page: _Page, again: _Page) -> Status:
     assert loop is not None
     phase, beats, epoch, step, samples, updates, since = loop
     pid, rank, world_size = page.words[2:5]
-    seconds = {name: page.doubles[layout.SECONDS + index] for index, name in enumerate(layout.PHASES)}
+    seconds, blocked = (
+        {name: page.doubles[first + index] for index, name in enumerate(layout.PHASES)}
+        for first in (layout.SECONDS, layout.BLOCKED)
+    )
     groups = _groups(page, again)
     collectives = sorted(
         _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
@@ -196,6 +203,7 @@ def _parsed(page: _Page, again: _Page) -> Status:
         *(epoch, step, samples, updates, beats, page.words[layout.ENDED], page.doubles[layout.WAITED]),
         *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
+        *(blocked, page.doubles[layout.BLOCKED_SINCE] or None),
     )
 
 
