@@ -28,6 +28,7 @@ from phalanx.launch.logs import Pump
 from phalanx.launch.member import Member, new_member
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
+from phalanx.launch.pace import Pace
 from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
 from phalanx.launch.spec import LaunchSpec, WorkerSpec, worker_environment
@@ -64,6 +65,7 @@ class Agent:
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
+        self._pace = Pace(directory, self._record, lambda text: self._say([text]))
         self._interface = route.interface if route is not None else None
         self._company = new_company(
             spec, route, nursery, self._selector, directory, lambda text: self._say([text]), self._show
@@ -168,6 +170,7 @@ class Agent:
         master = self._company.begin(attempt, self._idle_until)
         if master is None:
             return []
+        self._pace.begin()
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
         name = self._directory.name if self._spec.run_id == "none" else self._spec.run_id
         for place in self._company.places():
@@ -207,6 +210,7 @@ class Agent:
             self._explain_exec()
             self._obey_signals()
             self._heed_company()
+            self._pace.look(self._watch.members)
             self._resume_pumps()
             now = time.monotonic()
             for member in self._watch.members.values():

@@ -25,6 +25,7 @@ class Record:
         self.host = socket.gethostname()
         self.place = report.shorten_path(str(directory))
         """The run directory, as a person would write it."""
+        self._stragglers: list[Mapping[str, object]] = []
 
     def note(self, kind: str, **fields: object) -> None:
         """Into the event file."""
@@ -50,6 +51,11 @@ class Record:
         }
         self.keep("run.json", content)
 
+    def keep_straggler(self, fields: Mapping[str, object]) -> None:
+        """A rank that holds up the others, or no longer."""
+        self._stragglers.append(fields)
+        self.note("straggler", **fields)
+
     def keep_errors(self, endings: list[events.Ending]) -> None:
         for ending in endings:
             if ending.error is not None:
@@ -62,6 +68,7 @@ class Record:
             "seconds": round(time.time() - self._started, 3),
             "cause": dataclasses.asdict(verdict.cause) if verdict else None,
             "victims": verdict.victims if verdict else (),
+            "stragglers": self._stragglers,
             "ranks": [dataclasses.asdict(ending) for ending in endings],
         }
         self.keep("report.json", content)
