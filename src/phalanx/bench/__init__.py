@@ -28,6 +28,7 @@ benchmarks:
   phalanx bench recovery [flags]      how long a run is away when a rank is killed, from the kill to the next
                                       finished step, beside torchrun with torch.save
   phalanx bench track [flags]         what px.track and px.log add to a training step
+  phalanx bench recorder [flags]      what the status page of each rank adds to a collective and to a training step
 
 `phalanx bench launch --help` lists the flags of the first, and so on.
 """
@@ -41,6 +42,7 @@ _BENCHMARKS = {
     "checkpoint": "checkpoint",
     "recovery": "recovery",
     "track": "track",
+    "recorder": "recorder",
 }
 
 

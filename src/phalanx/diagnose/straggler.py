@@ -81,8 +81,8 @@ class Judge:
 
     @property
     def suspects(self) -> set[int]:
-        """Ranks that have been slow for a while, or just now."""
-        return {rank for rank, row in self._rows.items() if row} | self._stragglers
+        """Ranks that were slow in the last window, and may become stragglers."""
+        return {rank for rank, row in self._rows.items() if row} - self._stragglers
 
     def add(self, windows: Mapping[int, Sequence[Window]]) -> list[Straggler]:
         """``windows``: the latest of every rank that lives. Returns what has become known by them."""

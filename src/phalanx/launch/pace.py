@@ -55,7 +55,7 @@ class Pace:
         self._look_at_suspects(living)
 
     def _look_at_suspects(self, living: Mapping[int, int]) -> None:
-        suspects = self._judge.suspects
+        suspects = self._judge.suspects | self._found.keys()
         for rank in self._looks.keys() - suspects:
             del self._looks[rank]
         for rank in suspects & living.keys():

@@ -96,7 +96,8 @@ class Reader:
     def live(self) -> None:
         while True:
             time.sleep(_LOOK_EVERY)
-            self.look()
+            if status.own() is self.page:
+                self.look()
 
     def look(self) -> None:
         """Notices how far each group has come."""

@@ -70,7 +70,7 @@ class ShmGroup(dist.ProcessGroup):
             messages.close("the group is on several nodes.")
             self._messages = rails.Letters(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
-        self._lane = Lane(name, self._book)
+        self._lane = Lane(name, self._book.page)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
@@ -86,11 +86,13 @@ class ShmGroup(dist.ProcessGroup):
     def _go(
         self, op: int, tensor: Tensor | None, opts: Options, result: Sequence[Tensor], run: Callable[[], None]
     ) -> dist.Work:
+        kind = self._book[op, None if tensor is None else tensor.dtype]
+        size = 0 if tensor is None else tensor.numel()
         if opts.timeout != UNSET:
             run = functools.partial(self._collectives.within, opts.timeout.total_seconds(), run)
         if opts.asyncOp:
-            return self._lane.later(op, tensor, run, list(result))
-        self._lane.now(op, tensor, run)
+            return self._lane.later(kind, size, run, list(result))
+        self._lane.now(kind, size, run)
         return _FINISHED
 
     # ---- one block
@@ -105,7 +107,8 @@ class ShmGroup(dist.ProcessGroup):
             # The common case, without what only the others need: that is more than half of the call's time.
             call = self._collectives.prepared.get((tensor.dtype, opts.reduceOp.op.value))
             if call is not None and opts.timeout == UNSET and is_in_one_piece(tensor):
-                self._lane.now(ALL_REDUCE, tensor, self._collectives.repeat, call, tensor)
+                kind, size = self._book[ALL_REDUCE, tensor.dtype], tensor.numel()
+                self._lane.now(kind, size, self._collectives.repeat, call, tensor)
                 return _FINISHED
 
         def run() -> None:
@@ -278,7 +281,7 @@ class ShmGroup(dist.ProcessGroup):
             self.shutdown()
 
     def _forked(self) -> None:
-        self._lane = Lane(self._names.group, Logbook(self._names.group, self._names.ranks))
+        self._lane = Lane(self._names.group, None)
         no_place = "this process was forked from a rank and has no place in the group; start it afresh."
         self._lane.closed = self._messages.closed = no_place
         self._collectives.forked()

@@ -22,9 +22,11 @@ from torch.futures import Future
 
 from phalanx import status
 from phalanx.errors import UsageError
-from phalanx.shm.logbook import Logbook
+from phalanx.status import StatusPage
+from phalanx.status.layout import NO_PEER
 
 _NO_LIMIT = timedelta(0)
+_OWN_FRAMES = 3  # of the page, the lane and the group
 
 # DDP's join hands a work to C++, which keeps its C++ half only; without its Python half it can neither be waited for
 # nor give its future. So the latest ones are kept, if what they hold is small: join's has one element.
@@ -144,8 +146,10 @@ class Finished(dist.Work):
 class Lane:
     """The order of a group's collectives."""
 
-    def __init__(self, name: str, book: Logbook) -> None:
-        self._name, self._book, self._page = name, book, book.page
+    def __init__(self, name: str, page: StatusPage | None) -> None:
+        self._name, self._page = name, page
+        self._number = 0
+        """Of the last collective that was asked for."""
         self._turn = threading.RLock()
         self._running = False
         self._calling_back: int | None = None
@@ -160,17 +164,19 @@ class Lane:
         self.seconds = 0.0
         """That they have taken, with the waiting for other ranks."""
 
-    def now(self, op: int, tensor: Tensor | None, run: Callable[..., None], *arguments: Any) -> None:
-        """Runs it in this thread, after everything that was asked for before. ``op`` and ``tensor``: for the page."""
-        entry = 0 if self._page is None else self._book.begin(op, tensor, True)
+    def now(self, kind: int, size: int, run: Callable[..., None], *arguments: Any) -> None:
+        """Runs it in this thread, after everything that was asked for before. ``kind`` and ``size``: for the page."""
+        self._number = number = self._number + 1
+        entry = 0 if self._page is None else self._page.begin(kind, number, size, True, NO_PEER, _OWN_FRAMES)
         with self._turn:
             if self._queue and self._calling_back is None:
                 self._catch_up()
             self._run(entry, run, *arguments)
 
-    def later(self, op: int, tensor: Tensor | None, run: Callable[[], None], result: list[Tensor]) -> Work:
+    def later(self, kind: int, size: int, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Runs it in the lane's thread."""
-        entry = 0 if self._page is None else self._book.begin(op, tensor, False)
+        self._number = number = self._number + 1
+        entry = 0 if self._page is None else self._page.begin(kind, number, size, False, NO_PEER, _OWN_FRAMES)
         work = Work(result)
         if sum(tensor.numel() for tensor in result) <= _SMALL:
             self._recent.append(work)

@@ -48,6 +48,7 @@ __all__ = [
     "own",
     "phase",
     "read",
+    "record",
     "stacks_path",
     "status_path",
     "to_fields",
@@ -60,6 +61,7 @@ __all__ = [
 STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 """Makes a rank write the Python stacks of all of its threads to `stacks_path`, whatever it is blocked in."""
 _own: StatusPage | None = None
+_put_aside: StatusPage | None = None
 _completions: list[Callable[[], None]] = []
 _when_begun: list[Callable[[StatusPage], None]] = []
 
@@ -132,6 +134,13 @@ def phase(number: int) -> Iterator[None]:
         yield
     finally:
         page.enter(before)
+
+
+def record(on: bool) -> None:
+    """Off, this rank has no page, until it is turned on again. For measuring what the page costs."""
+    global _own, _put_aside
+    if on != (_own is not None):
+        _own, _put_aside = _put_aside, _own
 
 
 def _forget() -> None:

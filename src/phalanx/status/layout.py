@@ -56,7 +56,7 @@ BLOCKED = 44
 BLOCKED_SINCE = BLOCKED + len(PHASES)
 WAITED = SECONDS + len(PHASES)
 """Seconds in collectives, followed by how many have ended."""
-ENDED = WAITED + 1
+ENDED, ENDED_RECORD = WAITED + 1, Struct("@dQ")
 
 OPERATIONS = (
     *("collective", "all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier", "all_gather", "gather"),

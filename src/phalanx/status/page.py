@@ -23,8 +23,11 @@ from phalanx.status.layout import BLOCKED, BLOCKED_SINCE, ENTRY_WORDS, NO_PEER, 
 from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
+_WAITED_AT = layout.WAITED * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
+_pack_ended = layout.ENDED_RECORD.pack_into
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
+_UNNAMED = -1
 _HERE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -61,9 +64,12 @@ class StatusPage:
         self._since = time()
         self._beats = self._epoch = self._step = self._samples = self._updates = 0
         self._groups: dict[str, int] = {}
-        self._recorded = self._writes = 0
+        self._recorded = self._ended = self._writes = 0
+        self._waited = 0.0
         self._thread = get_ident()  # the one that makes it is the one with the loop
-        self._blocked_by = 0
+        self._blocked_by, self._blocked_since = 0, 0.0
+        """What the loop waits for: nothing, a collective, or what is no collective of ours."""
+        self._blocked = [0.0] * len(layout.PHASES)
         self._cutter = Cutter(self._page)
         self._places: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[str, int, str], int] = {}
@@ -101,24 +107,28 @@ class StatusPage:
         self.enter(then)
         if self._updates == self._cutter.due:
             doubles = self._doubles
-            own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
+            own = tuple(doubles[layout.SECONDS + phase] - self._blocked[phase] for phase in layout.OWN)
             self._cutter.cut(own, self._since)
 
     def block(self) -> bool:
         """From now on this thread waits for other ranks. False: it is not the loop's, or it was known already."""
         if self._blocked_by or get_ident() != self._thread:
             return False
-        self._blocked_by = -1
-        self._doubles[BLOCKED_SINCE] = time()
+        self._blocked_by, self._blocked_since = _UNNAMED, time()
+        self._doubles[BLOCKED_SINCE] = self._blocked_since
         return True
 
     def unblock(self) -> None:
         """It does no longer, if it did."""
-        if not self._blocked_by or get_ident() != self._thread:
-            return
+        if self._blocked_by == _UNNAMED and get_ident() == self._thread:
+            self._note_blocked(time())
+            self._doubles[BLOCKED_SINCE] = 0.0
+
+    def _note_blocked(self, until: float) -> None:
+        phase, blocked = self._phase, self._blocked
+        blocked[phase] = seconds = blocked[phase] + until - self._blocked_since
+        self._doubles[BLOCKED + phase] = seconds
         self._blocked_by = 0
-        self._doubles[BLOCKED + self._phase] += time() - self._doubles[BLOCKED_SINCE]
-        self._doubles[BLOCKED_SINCE] = 0.0
 
     def _write_loop(self) -> None:
         self._beats = beats = self._beats + 1
@@ -149,40 +159,44 @@ class StatusPage:
 
     # ---- collectives
 
-    def begin(self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER) -> int:
+    def begin(
+        self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER, own_frames: int = 1
+    ) -> int:
         """A collective that somebody asks for now, and waits for if it is running. Returns what `start` and `end`
-        want to know."""
+        want to know.
+
+        ``own_frames``: so many at the top of the stack cannot be the user's; each costs time.
+        """
         now = time()
         self._recorded = entry = self._recorded + 1
         if is_running and not self._blocked_by and get_ident() == self._thread:
-            self._blocked_by = entry
-            self._doubles[BLOCKED_SINCE] = now
-        place = self._place(sys._getframe(1))
+            self._blocked_by, self._blocked_since = entry, now
+        try:
+            place = self._place(sys._getframe(own_frames))
+        except ValueError:  # a thread of C++ calls us
+            place = NO_PLACE
         at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
         _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now * is_running, 0.0, entry)
         return entry
 
     def start(self, entry: int) -> None:
         """It was queued until now."""
-        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
-        if self._words[at] == entry:  # later ones may have taken its place
-            self._doubles[at + 7] = time()
+        if self._recorded - entry < RING_ENTRIES:  # later ones may have taken its place
+            self._doubles[RING + entry % RING_ENTRIES * ENTRY_WORDS + 7] = time()
 
     def end(self, entry: int, seconds: float, has_failed: bool = False) -> None:
         """``seconds``: that it took, with the waiting for other ranks."""
-        words, doubles = self._words, self._doubles
-        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
         now = time()
-        if words[at] == entry:
+        if self._recorded - entry < RING_ENTRIES:
+            at = RING + entry % RING_ENTRIES * ENTRY_WORDS
             if has_failed:
-                words[at + 1] |= 1
-            doubles[at + 8] = now
+                self._words[at + 1] |= 1
+            self._doubles[at + 8] = now
         if entry == self._blocked_by:
-            self._blocked_by = 0
-            doubles[BLOCKED + self._phase] += now - doubles[BLOCKED_SINCE]
-            doubles[BLOCKED_SINCE] = 0.0
-        doubles[layout.WAITED] += seconds
-        words[layout.ENDED] += 1
+            self._note_blocked(now)
+        self._waited = waited = self._waited + seconds
+        self._ended = ended = self._ended + 1
+        _pack_ended(self._page, _WAITED_AT, waited, ended)
 
     def fly(self, index: int, seen: Flight | None) -> None:
         """One of the latest collectives of the flight recorder; None: there are no more."""

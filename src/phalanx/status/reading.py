@@ -193,18 +193,22 @@ def _parsed(page: _Page, again: _Page) -> Status:
         for first in (layout.SECONDS, layout.BLOCKED)
     )
     groups = _groups(page, again)
-    collectives = sorted(
-        _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
-        + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
-        key=lambda found: found[:2],
-    )
+    ours = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
+    torchs = _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES)
+    collectives = sorted(ours + torchs, key=lambda found: found[:2])
     return Status(
         *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
         *(epoch, step, samples, updates, beats, page.words[layout.ENDED], page.doubles[layout.WAITED]),
         *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
-        *(blocked, page.doubles[layout.BLOCKED_SINCE] or None),
+        *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in ours])),
     )
+
+
+def _in_a_call(collectives: list[Collective]) -> float | None:
+    """Since when the loop is in a synchronous collective: one that was never queued."""
+    waits = (one.queued_at for one in collectives if one.state == "running" and one.started_at == one.queued_at)
+    return next(waits, None)
 
 
 def _groups(page: _Page, again: _Page) -> dict[int, Group]:
