@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from phalanx import status
-from phalanx.recorder import waits
 from phalanx.status import layout
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -82,13 +81,10 @@ def _going_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
         if page is None:
             return plain(*args, **kwargs)
         before = page.enter(layout.BACKWARD)
-        hook = waits.note_end_of_own(args[0] if args else kwargs.get("tensors"))
         try:
             return plain(*args, **kwargs)
         finally:
-            page.unblock()
-            if hook is not None:
-                hook.remove()
+            page.unblock()  # from where `waits` has seen the end of its own work
             # One backward may be a part of another, as in a checkpoint of activations.
             page.enter(layout.BACKWARD if before == layout.BACKWARD else layout.OTHER)
 

@@ -7,13 +7,13 @@ backward, when DDP waits for the gradients of all ranks; the works of gloo; DDP'
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import status
 
@@ -26,34 +26,30 @@ def install() -> None:
     work: Any = dist.Work
     work.wait = _waiting(work.wait)
     dist._broadcast_coalesced = _waiting(dist._broadcast_coalesced)
+    DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)
 
 
-def note_end_of_own(tensors: Any) -> Any:
-    """To be called before backward of these: from the moment when its last gradient is there, the loop waits.
+def _noted(plain: Callable[..., None]) -> Callable[..., None]:
+    """DDP waits in a callback of the autograd engine, at the end of backward. The engine calls them in the order in
+    which they were asked for, and DDP asks when the last parameter has its gradient. So whoever asks for one when any
+    parameter gets its gradient is called when all own work is done, and just before DDP begins to wait."""
 
-    DDP waits in a callback of the autograd engine. They are called in the order in which they have been asked for, and
-    the one here is asked for by the first thing in backward. Returns what has to be removed afterwards, or None.
-    """
-    first = tensors if isinstance(tensors, Tensor) else tensors[0] if isinstance(tensors, (list, tuple)) else None
-    if not isinstance(first, Tensor) or not first.requires_grad or _is_compiled():
-        return None
-    return first.register_hook(_ask)
+    @functools.wraps(plain)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if status.own() is not None:
+            # The first one is what everything else is computed from, so no backward leaves it out.
+            first = next((parameter for parameter in self.module.parameters() if parameter.requires_grad), None)
+            if first is not None:
+                first.register_hook(_ask)
+
+    return init
 
 
 def _ask(_: Tensor) -> None:
-    _engine.queue_callback(_has_ended)
-
-
-def _has_ended() -> None:
-    page = status.own()
-    if page is not None:
-        page.block()
-
-
-def _is_compiled() -> bool:
-    """Whether backward itself is traced by a compiler, which would take the callback for a part of the model."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and module.compiled_autograd_enabled
+    page = None if torch.compiler.is_compiling() else status.own()
+    if page is not None and page.is_in_backward:
+        _engine.queue_callback(page.block)
 
 
 def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,6 +113,7 @@ def waiting(op: int, kind: int | None = None, peer: int = layout.NO_PEER, size: 
         return
     entry = page.begin(layout.kind_of(layout.NO_GROUP, op, 0) if kind is None else kind, 0, size, peer=peer)
     started = time.perf_counter()
+    blocks = page.block()
     failed = True
     try:
         yield
@@ -120,6 +121,8 @@ def waiting(op: int, kind: int | None = None, peer: int = layout.NO_PEER, size: 
     finally:
         # Joining is not a part of the training.
         page.end(entry, 0.0 if op == layout.INIT_PROCESS_GROUP else time.perf_counter() - started, failed)
+        if blocks:
+            page.unblock()
 
 
 @contextlib.contextmanager

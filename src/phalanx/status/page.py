@@ -27,7 +27,6 @@ _WAITED_AT = layout.WAITED * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
 _pack_ended = layout.ENDED_RECORD.pack_into
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-_UNNAMED = -1
 _HERE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -67,8 +66,8 @@ class StatusPage:
         self._recorded = self._ended = self._writes = 0
         self._waited = 0.0
         self._thread = get_ident()  # the one that makes it is the one with the loop
-        self._blocked_by, self._blocked_since = 0, 0.0
-        """What the loop waits for: nothing, a collective, or what is no collective of ours."""
+        self._blocked_since = 0.0
+        """Since when it waits for other ranks otherwise than in a collective of its own."""
         self._blocked = [0.0] * len(layout.PHASES)
         self._cutter = Cutter(self._page)
         self._places: dict[tuple[int, int], int] = {}
@@ -89,10 +88,8 @@ class StatusPage:
         """This rank is in this phase from now on; returns the one before."""
         before, now = self._phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
+        self._doubles[BLOCKED + before] = self._blocked[before]
         self._phase, self._since = phase, now
-        if self._blocked_by:  # an exception has ended what it waited for
-            self._blocked_by = 0
-            self._doubles[BLOCKED_SINCE] = 0.0
         self._write_loop()
         return before
 
@@ -110,25 +107,22 @@ class StatusPage:
             own = tuple(doubles[layout.SECONDS + phase] - self._blocked[phase] for phase in layout.OWN)
             self._cutter.cut(own, self._since)
 
+    @property
+    def is_in_backward(self) -> bool:
+        return self._phase == layout.BACKWARD
+
     def block(self) -> bool:
         """From now on this thread waits for other ranks. False: it is not the loop's, or it was known already."""
-        if self._blocked_by or get_ident() != self._thread:
+        if self._blocked_since or get_ident() != self._thread:
             return False
-        self._blocked_by, self._blocked_since = _UNNAMED, time()
-        self._doubles[BLOCKED_SINCE] = self._blocked_since
+        self._blocked_since = self._doubles[BLOCKED_SINCE] = time()
         return True
 
     def unblock(self) -> None:
         """It does no longer, if it did."""
-        if self._blocked_by == _UNNAMED and get_ident() == self._thread:
-            self._note_blocked(time())
-            self._doubles[BLOCKED_SINCE] = 0.0
-
-    def _note_blocked(self, until: float) -> None:
-        phase, blocked = self._phase, self._blocked
-        blocked[phase] = seconds = blocked[phase] + until - self._blocked_since
-        self._doubles[BLOCKED + phase] = seconds
-        self._blocked_by = 0
+        if self._blocked_since and get_ident() == self._thread:
+            self._blocked[self._phase] += time() - self._blocked_since
+            self._blocked_since = self._doubles[BLOCKED_SINCE] = 0.0
 
     def _write_loop(self) -> None:
         self._beats = beats = self._beats + 1
@@ -162,15 +156,12 @@ class StatusPage:
     def begin(
         self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER, own_frames: int = 1
     ) -> int:
-        """A collective that somebody asks for now, and waits for if it is running. Returns what `start` and `end`
-        want to know.
+        """A collective that somebody asks for now. Returns what `start` and `end` want to know.
 
         ``own_frames``: so many at the top of the stack cannot be the user's; each costs time.
         """
         now = time()
         self._recorded = entry = self._recorded + 1
-        if is_running and not self._blocked_by and get_ident() == self._thread:
-            self._blocked_by, self._blocked_since = entry, now
         try:
             place = self._place(sys._getframe(own_frames))
         except ValueError:  # a thread of C++ calls us
@@ -186,14 +177,13 @@ class StatusPage:
 
     def end(self, entry: int, seconds: float, has_failed: bool = False) -> None:
         """``seconds``: that it took, with the waiting for other ranks."""
-        now = time()
         if self._recorded - entry < RING_ENTRIES:
             at = RING + entry % RING_ENTRIES * ENTRY_WORDS
             if has_failed:
                 self._words[at + 1] |= 1
-            self._doubles[at + 8] = now
-        if entry == self._blocked_by:
-            self._note_blocked(now)
+            self._doubles[at + 8] = time()
+        if get_ident() == self._thread and not self._blocked_since:
+            self._blocked[self._phase] += seconds
         self._waited = waited = self._waited + seconds
         self._ended = ended = self._ended + 1
         _pack_ended(self._page, _WAITED_AT, waited, ended)
