@@ -77,6 +77,7 @@ def test_the_ring_keeps_the_latest_and_an_old_one_changes_nothing(path: Path) ->
     assert [one.number for one in found.collectives] == list(range(101 - layout.RING_ENTRIES, 101))
     assert all(one.state == "done" for one in found.collectives)
     assert found.ended == 101
+    assert found.waited == 1.0
 
 
 def test_places_are_used_again(path: Path) -> None:

@@ -22,6 +22,7 @@ from phalanx.status import layout
 from phalanx.status.page import Flight, StatusPage
 
 _LOOK_EVERY = 0.02
+_LISTEN_EVERY = 0.1  # where there is nothing to see: somebody may ask
 _STUCK_SECONDS = 1.0
 _DTYPES = {
     "Float": "float32",
@@ -95,7 +96,7 @@ class Reader:
 
     def live(self) -> None:
         while True:
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_LOOK_EVERY if any(self.names.values()) else _LISTEN_EVERY)
             if status.own() is self.page:
                 self.look()
 

@@ -8,10 +8,10 @@ record where both are equal and that is still the same when it looks again.
 | ---- | --------------------------------------------------------------------------------- |
 | 0    | who: magic, version, pid, rank, world size, start                                 |
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
-| 24   | seconds in each phase so far, and in collectives; how many of these have ended    |
+| 24   | seconds in each phase so far, and in collectives that we record ourselves         |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
 | 42   | looks at torch's flight recorder, and how many of them found a collective running |
-| 44   | seconds of each phase in which the loop waited for other ranks; since when it does now |
+| 44   | seconds of these in which the loop waited for other ranks; since when it does now |
 | 64   | groups: name, ranks, and how far the flight recorder has seen them                |
 | 384  | ring of the collectives that we record ourselves                                  |
 | 768  | places: lines of the user's code, to which collectives refer by number            |
@@ -55,8 +55,7 @@ OWN = DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER
 BLOCKED = 44
 BLOCKED_SINCE = BLOCKED + len(PHASES)
 WAITED = SECONDS + len(PHASES)
-"""Seconds in collectives, followed by how many have ended."""
-ENDED, ENDED_RECORD = WAITED + 1, Struct("@dQ")
+"""Seconds in collectives that we record ourselves."""
 
 OPERATIONS = (
     *("collective", "all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier", "all_gather", "gather"),

@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import sys
 import sysconfig
-from collections.abc import Sequence
 from _thread import get_ident
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from sys import _getframe
 from time import time
 from types import CodeType, FrameType
 
@@ -23,9 +23,8 @@ from phalanx.status.layout import BLOCKED, BLOCKED_SINCE, ENTRY_WORDS, NO_PEER, 
 from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
-_WAITED_AT = layout.WAITED * WORD
+_WAITED = layout.WAITED
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
-_pack_ended = layout.ENDED_RECORD.pack_into
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _HERE = str(Path(__file__).parent.parent) + os.sep
 
@@ -63,7 +62,7 @@ class StatusPage:
         self._since = time()
         self._beats = self._epoch = self._step = self._samples = self._updates = 0
         self._groups: dict[str, int] = {}
-        self._recorded = self._ended = self._writes = 0
+        self._recorded = self._writes = 0
         self._waited = 0.0
         self._thread = get_ident()  # the one that makes it is the one with the loop
         self._blocked_since = 0.0
@@ -163,11 +162,14 @@ class StatusPage:
         now = time()
         self._recorded = entry = self._recorded + 1
         try:
-            place = self._place(sys._getframe(own_frames))
-        except ValueError:  # a thread of C++ calls us
-            place = NO_PLACE
+            frame = _getframe(own_frames)
+        except ValueError:  # there are fewer: a thread of C++ calls us
+            frame = _getframe(1)
+        place = self._places.get((id(frame.f_code), frame.f_lasti))
+        if place is None:
+            place = self._place(frame)
         at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
-        _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now * is_running, 0.0, entry)
+        _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now if is_running else 0.0, 0.0, entry)
         return entry
 
     def start(self, entry: int) -> None:
@@ -185,8 +187,7 @@ class StatusPage:
         if get_ident() == self._thread and not self._blocked_since:
             self._blocked[self._phase] += seconds
         self._waited = waited = self._waited + seconds
-        self._ended = ended = self._ended + 1
-        _pack_ended(self._page, _WAITED_AT, waited, ended)
+        self._doubles[_WAITED] = waited
 
     def fly(self, index: int, seen: Flight | None) -> None:
         """One of the latest collectives of the flight recorder; None: there are no more."""
@@ -216,6 +217,7 @@ class StatusPage:
         """Code below these is not the user's."""
         self._never += tuple(directories)
         self._sides.clear()
+        self._places.clear()
 
     def side(self, file: str) -> int:
         """0: not the user's, 1: a library's, which may call for the user, 2: the user's own."""

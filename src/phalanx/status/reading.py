@@ -86,7 +86,7 @@ class Status:
     beats: int
     """Grows with everything that the rank writes about its loop."""
     ended: int
-    """Collectives that have ended, on shm; on other backends, see groups."""
+    """Grows with the collectives that have ended, on shm; for other backends, see groups."""
     waited: float
     """Seconds in those."""
     looks: int
@@ -193,15 +193,18 @@ def _parsed(page: _Page, again: _Page) -> Status:
         for first in (layout.SECONDS, layout.BLOCKED)
     )
     groups = _groups(page, again)
-    ours = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
-    torchs = _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES)
-    collectives = sorted(ours + torchs, key=lambda found: found[:2])
+    recorded = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
+    ended = max((entry for _, entry, collective in recorded if not collective.is_open), default=0)
+    collectives = sorted(
+        recorded + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
+        key=lambda found: found[:2],
+    )
     return Status(
         *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
-        *(epoch, step, samples, updates, beats, page.words[layout.ENDED], page.doubles[layout.WAITED]),
+        *(epoch, step, samples, updates, beats, ended, page.doubles[layout.WAITED]),
         *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
-        *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in ours])),
+        *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
     )
 
 
