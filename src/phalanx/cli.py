@@ -13,6 +13,7 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
+  phalanx inspect [RUN]             what each rank of a run is doing now, and which one is slow
   phalanx doctor                    whether this machine is fit for it, and what to do where it is not
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "bench": _bench,
         "checkpoint": _checkpoint,
         "doctor": _doctor,
+        "inspect": _inspect,
         "--version": _version,
         "--help": _help,
         "-h": _help,
@@ -112,6 +114,12 @@ def _doctor(arguments: list[str]) -> int:
     from phalanx.diagnose import doctor
 
     return doctor.main(arguments)
+
+
+def _inspect(arguments: list[str]) -> int:
+    from phalanx.diagnose import inspect
+
+    return inspect.main(arguments)
 
 
 def _version(_: list[str]) -> int:

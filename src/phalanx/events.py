@@ -27,7 +27,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import LaunchError
+from phalanx.env import PET_PREFIX
+from phalanx.errors import LaunchError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +129,33 @@ def _point_latest(base: Path, directory: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
+def find_run(text: str | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """The run directory that a person means: a path, a name below the directory of runs, or None for the latest."""
+    base = Path(environ.get(f"{PET_PREFIX}LOG_DIR") or "runs")
+    if text is None:
+        found = _latest(base)
+        if found is None:
+            raise UsageError(f"there is no run below {base}; give the directory that `phalanx run` printed.")
+        return found
+    for path in (Path(text), base / text):
+        if (path / RUN_FILE).exists():
+            return path
+        found = _latest(path)
+        if found is not None:
+            return found
+    what = "has no run.json" if Path(text).exists() else "does not exist"
+    raise UsageError(f"{text} is no run directory: it {what}; give one that `phalanx run` printed.")
+
+
+def _latest(base: Path) -> Path | None:
+    """Of the runs below it, by the link, or where there can be none by the names, which begin with the date."""
+    latest = base / "latest"
+    if latest.is_symlink() and (latest / RUN_FILE).exists():
+        return base / latest.readlink()
+    runs = sorted(path.parent for path in base.glob(f"[0-9]*/{RUN_FILE}"))
+    return runs[-1] if runs else None
+
+
 def new_run_id() -> str:
     """A name that sorts by time: date, time and the agent's pid."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -153,6 +181,7 @@ def error_path(run_directory: Path, rank: int) -> Path:
 
 
 KEEPER_LOG = "keeper.log"
+RUN_FILE, REPORT_FILE, AGENT_EVENTS = "run.json", "report.json", "agent.events.jsonl"
 
 
 def log_path(run_directory: Path, rank: int) -> Path:
@@ -197,3 +226,16 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """All that stand in it; of a disk that was full the last one may be cut off, and is left out."""
+    found = []
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return found
+    for line in lines:
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found

@@ -1,4 +1,4 @@
-"""What the kernel says of one process, as sums since its start: the difference of two looks is what it did meanwhile."""
+"""What the kernel says of one process, in sums since its start: two looks tell what it did between them."""
 
 from __future__ import annotations
 

@@ -121,6 +121,7 @@ class StatusPage:
         """It does no longer, if it did."""
         if self._blocked_since and get_ident() == self._thread:
             self._blocked[self._phase] += time() - self._blocked_since
+            self._doubles[BLOCKED + self._phase] = self._blocked[self._phase]
             self._blocked_since = self._doubles[BLOCKED_SINCE] = 0.0
 
     def _write_loop(self) -> None:
