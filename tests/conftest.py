@@ -29,7 +29,7 @@ _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
 # Tests with limits of about a second. `make test` runs them one after the other, and the rest in two processes.
-_ALONE = ("faults/test_faults.py", "faults/test_shm", "ranks/test_run.py")
+_ALONE = ("faults/test_faults.py", "faults/test_stragglers.py", "faults/test_shm", "ranks/test_run.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

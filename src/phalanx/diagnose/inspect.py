@@ -29,7 +29,8 @@ Nothing is stopped or slowed down by it. Of a run that has ended it shows how it
 _ANSWER_WITHIN = 5.0
 """Seconds. What torch's flight recorder knows of lines of code takes it a while, the first time."""
 _WIDTH = 100
-_LONG_WAIT = 1.0
+_LONG_WAIT = 0.5
+"""Seconds from which on the line of code is told."""
 
 
 @dataclasses.dataclass(frozen=True)

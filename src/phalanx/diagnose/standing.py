@@ -140,13 +140,13 @@ def _who_waits(living: Sequence[Row], seconds: float) -> str:
     if not waiting:
         return f"{text}, and none waits for another"
     calls = sorted({_call(one) for one in waiting})
-    if len(calls) > 1:
-        return f"{text}: they wait in different collectives, {', '.join(calls)}"
-    if not others:
+    if not others and len(calls) == 1:
         return f"{text}: all of them are in {calls[0]}"
+    if not others:
+        return f"{text}: they wait in different collectives, {', '.join(calls)}"
     wait = "waits" if len(waiting) == 1 else "wait"
     busy = " and ".join(f"rank {one.rank} (in {one.phase} for {duration(one.seconds)})" for one in others)
-    return f"{text}: {ranks(waiting)} {wait} in {calls[0]} for {busy}"
+    return f"{text}: {ranks(waiting)} {wait} in {' and '.join(calls)} for {busy}"
 
 
 def _call(one: Row) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_high
 
 from phalanx.status import Window
 from phalanx.status.layout import WINDOW_STEPS
@@ -125,14 +125,15 @@ class Judge:
 
 
 def compare(rank: int, step: Mapping[int, Window]) -> Lag:
-    """One rank with the others, in one window."""
+    """One rank with the others, in one window. Of two in the middle the slower one counts: with a single fast rank
+    among three the two others are not slow."""
     own = step[rank]
     others = [window for other, window in step.items() if other != rank]
     excess = {
-        phase: (seconds - median(window.seconds.get(phase, 0.0) for window in others)) / WINDOW_STEPS
+        phase: (seconds - median_high(window.seconds.get(phase, 0.0) for window in others)) / WINDOW_STEPS
         for phase, seconds in own.seconds.items()
     }
-    return Lag(own.own, median(window.own for window in others), excess, own.updates)
+    return Lag(own.own, median_high(window.own for window in others), excess, own.updates)
 
 
 def summary(row: Sequence[Lag]) -> Lag:
