@@ -210,7 +210,8 @@ def test_what_is_known_of_a_process() -> None:
         (child,) = processes.family(parent.pid)
         found, known = processes.facts(child), psutil.Process(child)
         assert found is not None
-        assert (found.pid, found.state, found.swapped) == (child, "S", 0)
+        assert (found.pid, found.swapped) == (child, 0)
+        assert found.state in "RS", "it has written its line, and goes to sleep"
         assert found.resident == pytest.approx(known.memory_info().rss, rel=0.1)
         assert found.started == pytest.approx(known.create_time(), abs=1.1)
         assert found.cpu == pytest.approx(sum(known.cpu_times()[:2]), abs=0.05)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import cli, env, errors, testing
-from phalanx.diagnose import doctor
+from phalanx.diagnose import doctor, inspect
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -113,6 +113,11 @@ def test_flags_of_doctor() -> None:
     assert names == {"-h", "--help", "--json", "--nproc-per-node", "--nproc_per_node"}
 
 
+def test_flags_of_inspect() -> None:
+    names = {name for action in inspect._parser()._actions for name in action.option_strings}
+    assert names == {"-h", "--help", "--json", "--seconds"}
+
+
 def test_both_spellings_are_parsed() -> None:
     parser = flags.new_parser(flags.TABLE, {}, "phalanx run")
     dashes = parser.parse_args(["--nproc-per-node", "3", "--max-restarts=2", "--no-python", "x"])
@@ -200,5 +205,5 @@ def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    for command in ("run", "bench", "checkpoint", "doctor"):
+    for command in ("run", "bench", "checkpoint", "doctor", "inspect"):
         assert f"phalanx {command}" in cli._HELP

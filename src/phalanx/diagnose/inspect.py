@@ -97,7 +97,7 @@ def inspect(directory: Path, seconds: float) -> View:
     if not before:
         raise UsageError(
             f"no rank of {shorten_path(str(directory))} has written what it does"
-            f"{'' if is_here else ' on this machine'}; it may not have started yet."
+            f"{'' if is_here else ' on this machine'}; it has not started yet, or was stopped before it did."
         )
     is_running = any(look.process is not None for look in before.values())
     if is_running and seconds > 0:
