@@ -30,7 +30,7 @@ _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 # Files of tests with limits of about a second. `make test` runs those one after the other, and the rest beside each
 # other. Tests of these files that have no such limit are marked `in_company`; of other files, those that have, `alone`.
-_ALONE = ("faults/test_faults.py", "faults/test_shm", "faults/test_stalls.py")
+_ALONE = ("faults/test_faults.py", "faults/test_shm", "faults/test_stalls.py", "faults/test_stragglers.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

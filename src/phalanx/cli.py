@@ -15,6 +15,7 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
   phalanx report [RUN]              how a run ended and why, or where it is; the latest below ./runs
+  phalanx inspect [RUN]             what each rank of a run is doing now, and which one is slow
   phalanx doctor                    whether this machine is fit for it, and what to do where it is not
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "checkpoint": _checkpoint,
         "doctor": _doctor,
         "report": _report,
+        "inspect": _inspect,
         "--version": _version,
         "--help": _help,
         "-h": _help,
@@ -126,6 +128,12 @@ def _report(arguments: list[str]) -> int:
     from phalanx.diagnose import report_command
 
     return report_command.main(arguments)
+
+
+def _inspect(arguments: list[str]) -> int:
+    from phalanx.diagnose import inspect
+
+    return inspect.main(arguments)
 
 
 def _version(_: list[str]) -> int:

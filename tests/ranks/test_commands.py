@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from torch import nn
 
 import phalanx as px
+from phalanx import events, status
 from tests.conftest import REPOSITORY, Outcome
 from tests.ranks.test_examples import EXPECTED
 
@@ -80,6 +83,10 @@ def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
     if command.startswith("phalanx report"):
         (tmp_path / "short.py").write_text("raise ValueError('to be told again')")
         assert run("phalanx run --start-method exec short.py", tmp_path).code == 1
+    if command.startswith("phalanx inspect"):
+        directory = events.new_run_directory(tmp_path / "runs", "20260101-000000-1")
+        events.write_json(directory / events.RUN_FILE, {"host": socket.gethostname(), "started": time.time()})
+        status.StatusPage(status.status_path(directory, 0))
     outcome = run(command, tmp_path)
     assert outcome.code == FAILS_ON_PURPOSE.get(command, 0), outcome.out + outcome.err
     if command in EXPECTED:

@@ -35,8 +35,7 @@ def all_reduce(page: StatusPage, group: int, number: int, is_running: bool = Tru
 def test_the_loop(path: Path) -> None:
     page = StatusPage(path, 3, 4)
     page.beat(layout.DATA, 3, 17, 544)
-    page.stepped()
-    page.enter(layout.BACKWARD)
+    page.stepped(layout.BACKWARD)
     found = found_at(path)
     assert (found.rank, found.world_size, found.epoch, found.step, found.samples) == (3, 4, 3, 17, 544)
     assert (found.phase, found.updates) == ("backward", 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import phalanx
 from phalanx import cli, env, errors, testing
-from phalanx.diagnose import doctor, report_command
+from phalanx.diagnose import doctor, inspect, report_command
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -119,6 +119,11 @@ def test_flags_of_report() -> None:
     assert names == {"-h", "--help", "--json"}
 
 
+def test_flags_of_inspect() -> None:
+    names = {name for action in inspect._parser()._actions for name in action.option_strings}
+    assert names == {"-h", "--help", "--json", "--seconds"}
+
+
 def test_both_spellings_are_parsed() -> None:
     parser = flags.new_parser(flags.TABLE, {}, "phalanx run")
     dashes = parser.parse_args(["--nproc-per-node", "3", "--max-restarts=2", "--no-python", "x"])
@@ -206,5 +211,5 @@ def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    for command in ("run", "bench", "checkpoint", "doctor", "report"):
+    for command in ("run", "bench", "checkpoint", "doctor", "inspect", "report"):
         assert f"phalanx {command}" in cli._HELP

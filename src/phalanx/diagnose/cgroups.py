@@ -32,6 +32,19 @@ def allowance(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/pro
     return Allowance(min(quotas, default=None), memory, memory_used, processes, processes_used)
 
 
+def throttled(membership: Path, root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Seconds that a process has lost to a quota: of its group and those above it, the one that has lost most."""
+    return max((_throttled(read(group / "cpu.stat")) for group in binding("cpu", root, membership)), default=0.0)
+
+
+def _throttled(statistics: str) -> float:
+    found = re.search(r"^throttled_usec (\d+)$", statistics, re.MULTILINE)
+    if found:
+        return int(found[1]) / 1e6
+    found = re.search(r"^throttled_time (\d+)$", statistics, re.MULTILINE)  # version 1
+    return int(found[1]) / 1e9 if found else 0.0
+
+
 def binding(controller: str, root: Path, membership: Path) -> Iterator[Path]:
     """The directories of the groups that may bind this process, from its own outwards, of both versions.
 

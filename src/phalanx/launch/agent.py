@@ -30,6 +30,7 @@ from phalanx.launch.logs import Pump
 from phalanx.launch.memory import MemoryWatch
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
+from phalanx.launch.pace import Pace
 from phalanx.launch.pumps import Pumps
 from phalanx.launch.record import Record
 from phalanx.launch.signals import Signals
@@ -71,6 +72,7 @@ class Agent:
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
+        self._pace = Pace(directory, self._record, self._voice.say_one)
         self._standing: Mapping[str, Any] | None = None
         """The verdict on ranks that stand still, as long as they do."""
         self._hang: Mapping[str, Any] | None = None
@@ -183,6 +185,7 @@ class Agent:
         master = self._company.begin(attempt, self._idle_until)
         if master is None:
             return []
+        self._pace.begin()
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
         self._memory = MemoryWatch(self._counters)
         self._stall = StallWatch(
@@ -214,6 +217,7 @@ class Agent:
             self._obey_signals()
             self._heed_company()
             self._heed_stall()
+            self._pace.look(self._watch.members)
             self._pumps.turn(self._streams())
 
     def _heed_company(self) -> None:

@@ -27,6 +27,7 @@ class Record:
         self.host = socket.gethostname()
         self.place = report.shorten_path(str(directory))
         """The run directory, as a person would write it."""
+        self._stragglers: list[Mapping[str, object]] = []
 
     def note(self, kind: str, **fields: object) -> None:
         """Into the event file."""
@@ -51,6 +52,11 @@ class Record:
             "spec": dataclasses.asdict(spec),
         }
         self.keep(events.RUN_FILE, content)
+
+    def keep_straggler(self, fields: Mapping[str, object]) -> None:
+        """A rank that holds up the others, or no longer."""
+        self._stragglers.append(fields)
+        self.note("straggler", **fields)
 
     def keep_errors(self, endings: list[events.Ending]) -> None:
         for ending in endings:
@@ -91,6 +97,7 @@ class Record:
             "said": list(said),
             "restarts": self._restarts,
             "nodes": nodes,
+            "stragglers": self._stragglers,
             "ranks": [dataclasses.asdict(ending) for ending in endings],
         }
         self.keep(events.REPORT_FILE, content)

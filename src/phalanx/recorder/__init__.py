@@ -1,12 +1,13 @@
 """RECORD: what each rank is doing, written into its status page without a change of the script.
 
 `phases` follows the loop by torch's own hooks; `flight` reads torch's flight recorder, which sees what gloo and nccl
-do, and `messages` what it does not see. The collectives of shm are noted by shm itself.
+do, and `messages` what it does not see; `waits` tells waiting from own work. The collectives of shm are noted by shm
+itself.
 """
 
 from __future__ import annotations
 
-from phalanx.recorder import flight, messages, phases
+from phalanx.recorder import flight, messages, phases, waits
 
 __all__ = ["install"]
 
@@ -16,3 +17,4 @@ def install() -> None:
     phases.install()
     flight.install()
     messages.install()
+    waits.install()

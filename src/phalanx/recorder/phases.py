@@ -27,7 +27,7 @@ _after_a_step = layout.FORWARD
 def install() -> None:
     batches: Any = dataloader._BaseDataLoaderIter
     batches.__next__ = _fetching(batches.__next__)
-    torch.autograd.backward = _in_phase(layout.BACKWARD, torch.autograd.backward)
+    torch.autograd.backward = _going_backward(torch.autograd.backward)
     torch.save = torch.serialization.save = _in_phase(layout.CHECKPOINT, torch.save)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
@@ -55,7 +55,7 @@ def _fetching(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _in_phase(phase: int, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """In this phase while it runs, and in none that is known afterwards."""
+    """In this phase while it runs."""
 
     @functools.wraps(plain)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -67,9 +67,28 @@ def _in_phase(phase: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return plain(*args, **kwargs)
         finally:
-            page.enter(layout.OTHER if phase == layout.BACKWARD else before)
+            page.enter(before)
 
     return wrapped
+
+
+def _going_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """In backward while it runs, and in no phase that is known afterwards."""
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        page = None if torch.compiler.is_compiling() else status.own()
+        if page is None:
+            return plain(*args, **kwargs)
+        before = page.enter(layout.BACKWARD)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            page.unblock()  # from where `waits` has seen the end of its own work
+            # One backward may be a part of another, as in a checkpoint of activations.
+            page.enter(layout.BACKWARD if before == layout.BACKWARD else layout.OTHER)
+
+    return backward
 
 
 def _before_step(*_: Any) -> None:
@@ -81,5 +100,4 @@ def _before_step(*_: Any) -> None:
 def _after_step(*_: Any) -> None:
     page = None if torch.compiler.is_compiling() else status.own()
     if page is not None:
-        page.stepped()
-        page.enter(_after_a_step)
+        page.stepped(_after_a_step)

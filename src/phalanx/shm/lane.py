@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx import status
 from phalanx.errors import UsageError
 from phalanx.status import StatusPage
 from phalanx.status.layout import NO_PEER
@@ -87,13 +88,22 @@ class Work(dist.Work):
         limit = timeout.total_seconds()
         if self._ender == threading.get_ident():
             pass  # one of its own callbacks
-        elif not self._pending.acquire(timeout=limit if limit > 0 else -1):
-            raise TimeoutError(f"a collective has not ended within {limit:g} s.")
-        else:
-            self._pending.release()
+        elif self._pending.locked():
+            self._wait(limit if limit > 0 else -1)
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait(self, limit: float) -> None:
+        page = status.own()
+        blocks = page is not None and page.block()
+        try:
+            if not self._pending.acquire(timeout=limit):
+                raise TimeoutError(f"a collective has not ended within {limit:g} s.")
+            self._pending.release()
+        finally:
+            if page is not None and blocks:
+                page.unblock()
 
     def get_future(self) -> Future[Any]:
         # An exception that leaves a callback is seen by C++ too, so the future handed out is one step further.

@@ -1,7 +1,8 @@
 """The hallway: a page of memory in which each rank says what it is doing, readable from outside, even after its death.
 
 ``rank-N.status`` in the run directory, mapped by the rank. `layout` says what stands where, `page` writes, `reading`
-reads. `own` is the page of this process, if ``phalanx run`` started it.
+reads; `windows` does both, for the pace of the last steps. `own` is the page of this process, if ``phalanx run``
+started it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from phalanx.status.reading import (
     to_fields,
 )
 from phalanx.status.stacks import text_of_stacks
+from phalanx.status.windows import Window, windows
 
 __all__ = [
     "PHASES",
@@ -41,6 +43,7 @@ __all__ = [
     "Place",
     "Status",
     "StatusPage",
+    "Window",
     "ask",
     "ask_stacks",
     "begin",
@@ -57,6 +60,7 @@ __all__ = [
     "waiting",
     "when_begun",
     "when_failing",
+    "windows",
     "write_stacks",
 ]
 
@@ -125,6 +129,7 @@ def waiting(op: int, kind: int | None = None, peer: int = layout.NO_PEER, size: 
         return
     entry = page.begin(layout.kind_of(layout.NO_GROUP, op, 0) if kind is None else kind, 0, size, peer=peer)
     started = time.perf_counter()
+    blocks = page.block()
     failed = True
     try:
         yield
@@ -132,6 +137,8 @@ def waiting(op: int, kind: int | None = None, peer: int = layout.NO_PEER, size: 
     finally:
         # Joining is not a part of the training.
         page.end(entry, 0.0 if op == layout.INIT_PROCESS_GROUP else time.perf_counter() - started, failed)
+        if blocks:
+            page.unblock()
 
 
 @contextlib.contextmanager

@@ -8,14 +8,16 @@ record where both are equal and that is still the same when it looks again.
 | ---- | --------------------------------------------------------------------------------- |
 | 0    | who: magic, version, pid, rank, world size, start                                 |
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
-| 24   | seconds in each phase so far, and in collectives that we record ourselves          |
+| 24   | seconds in each phase so far, and in collectives that we record ourselves         |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
 | 42   | looks at torch's flight recorder, and how many of them found a collective running |
 | 44   | asked, answered: the same for the stacks of all threads                           |
+| 46   | seconds of these in which the loop waited for other ranks; since when it does now |
 | 64   | groups: name, ranks, and how far the flight recorder has seen them                |
 | 384  | ring of the collectives that we record ourselves                                  |
 | 768  | places: lines of the user's code, to which collectives refer by number            |
 | 1792 | the latest collectives of torch's flight recorder                                 |
+| 1984 | windows of ten steps: own work in each phase                                      |
 """
 
 from __future__ import annotations
@@ -44,9 +46,16 @@ ENTRY_WORDS, ENTRY_RECORD = 12, Struct("@QQQQQQdddQ")
 PLACE, PLACES, PLACE_WORDS = 768, 32, 32
 """A place is the length of a text, and the text: line, function, file, with a zero between them."""
 FLIGHT, FLIGHT_ENTRIES = 1792, 16
+WINDOW, WINDOWS, WINDOW_STEPS = 1984, 7, 10
+WINDOW_WORDS, WINDOW_RECORD = 9, Struct("@QQddddddQ")
+"""A number, the optimizer step at its end, seconds of own work in each phase of OWN, the number."""
 
 PHASES = ("started", "joining", "data", "forward", "backward", "optimizer", "checkpoint", "other", "done")
 STARTED, JOINING, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, DONE = range(len(PHASES))
+OWN = DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER
+"""The phases of a loop."""
+BLOCKED = 46
+BLOCKED_SINCE = BLOCKED + len(PHASES)
 WAITED = SECONDS + len(PHASES)
 """Seconds in collectives that we record ourselves."""
 

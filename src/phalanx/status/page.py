@@ -10,6 +10,7 @@ import itertools
 import mmap
 import os
 import sysconfig
+from _thread import get_ident
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from time import time
 from types import CodeType, FrameType
 
 from phalanx.status import layout
-from phalanx.status.layout import ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+from phalanx.status.layout import BLOCKED, BLOCKED_SINCE, ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
 _WAITED = layout.WAITED
@@ -62,6 +64,11 @@ class StatusPage:
         self._groups: dict[str, int] = {}
         self._recorded = self._writes = 0
         self._waited = 0.0
+        self._thread = get_ident()  # the one that makes it is the one with the loop
+        self._blocked_since = 0.0
+        """Since when it waits for other ranks otherwise than in a collective of its own."""
+        self._blocked = [0.0] * len(layout.PHASES)
+        self._cutter = Cutter(self._page)
         self._places: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[str, int, str], int] = {}
         self._next_slot = itertools.count()
@@ -80,6 +87,7 @@ class StatusPage:
         """This rank is in this phase from now on; returns the one before."""
         before, now = self._phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
+        self._doubles[BLOCKED + before] = self._blocked[before]
         self._phase, self._since = phase, now
         self._write_loop()
         return before
@@ -89,9 +97,32 @@ class StatusPage:
         self._epoch, self._step, self._samples = epoch, step, samples
         self.enter(phase)
 
-    def stepped(self) -> None:
-        """An optimizer has made a step; told with the next phase."""
+    def stepped(self, then: int) -> None:
+        """An optimizer has made a step, and this rank is in another phase from now on."""
         self._updates += 1
+        self.enter(then)
+        if self._updates == self._cutter.due:
+            doubles = self._doubles
+            own = tuple(doubles[layout.SECONDS + phase] - self._blocked[phase] for phase in layout.OWN)
+            self._cutter.cut(own, self._since)
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self._phase == layout.BACKWARD
+
+    def block(self) -> bool:
+        """From now on this thread waits for other ranks. False: it is not the loop's, or it was known already."""
+        if self._blocked_since or get_ident() != self._thread:
+            return False
+        self._blocked_since = self._doubles[BLOCKED_SINCE] = time()
+        return True
+
+    def unblock(self) -> None:
+        """It does no longer, if it did."""
+        if self._blocked_since and get_ident() == self._thread:
+            self._blocked[self._phase] += time() - self._blocked_since
+            self._doubles[BLOCKED + self._phase] = self._blocked[self._phase]
+            self._blocked_since = self._doubles[BLOCKED_SINCE] = 0.0
 
     def _write_loop(self) -> None:
         self._beats = beats = self._beats + 1
@@ -154,6 +185,8 @@ class StatusPage:
             if has_failed:
                 self._words[at + 1] |= 1
             self._doubles[at + 8] = time()
+        if get_ident() == self._thread and not self._blocked_since:
+            self._blocked[self._phase] += seconds
         self._waited = waited = self._waited + seconds
         self._doubles[_WAITED] = waited
 

@@ -98,6 +98,10 @@ class Status:
     groups: tuple[Group, ...]
     collectives: tuple[Collective, ...]
     """Oldest first."""
+    blocked: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Seconds of each phase in which its loop waited for other ranks."""
+    blocked_since: float | None = None
+    """When it began to, if it waits now."""
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -211,7 +215,10 @@ def _parsed(page: _Page, again: _Page) -> Status:
     assert loop is not None
     phase, beats, epoch, step, samples, updates, since = loop
     pid, rank, world_size = page.words[2:5]
-    seconds = {name: page.doubles[layout.SECONDS + index] for index, name in enumerate(layout.PHASES)}
+    seconds, blocked = (
+        {name: page.doubles[first + index] for index, name in enumerate(layout.PHASES)}
+        for first in (layout.SECONDS, layout.BLOCKED)
+    )
     groups = _groups(page, again)
     recorded = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
     ended = max((entry for _, entry, collective in recorded if not collective.is_open), default=0)
@@ -224,7 +231,14 @@ def _parsed(page: _Page, again: _Page) -> Status:
         *(epoch, step, samples, updates, beats, ended, page.doubles[layout.WAITED]),
         *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
+        *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
     )
+
+
+def _in_a_call(collectives: list[Collective]) -> float | None:
+    """Since when the loop is in a synchronous collective: one that was never queued."""
+    waits = (one.queued_at for one in collectives if one.state == "running" and one.started_at == one.queued_at)
+    return next(waits, None)
 
 
 def _groups(page: _Page, again: _Page) -> dict[int, Group]:

@@ -1,0 +1,97 @@
+"""Under which conditions a rank works: its share of the cores, its memory, its disk, and how busy the machine is."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.diagnose import processes
+from phalanx.diagnose.processes import ProcessFacts
+
+_BUSY, _THROTTLED, _DISK, _FULL, _LOADED = 0.1, 0.01, 0.05, 0.9, 1.5
+"""From where on they are worth a word."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """At a rank's process and its machine, at one moment."""
+
+    at: float
+    process: ProcessFacts
+    cpu: float
+    """Seconds, with all processes below it."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Between two looks. Shares are of the time that has passed."""
+
+    cpu: float
+    """1.5: one and a half cores."""
+    queued: float
+    """It could have run, but had no core."""
+    throttled: float
+    """Its control group had used up its quota."""
+    disk_wait: float
+    resident: int
+    """Bytes."""
+    swapped: int
+    memory_used: float
+    """Of the machine's."""
+    load: float
+    """Processes that want to run, or wait for a disk, on average of a minute."""
+    cores: int
+
+    def __str__(self) -> str:
+        """``CPU share 48 %, throttled by its cgroup 31 % of the time``: the first always, the rest when it matters."""
+        known = [
+            (True, f"CPU share {self.cpu:.0%}"),
+            (self.throttled >= _THROTTLED, f"throttled by its cgroup {self.throttled:.0%} of the time"),
+            (self.queued >= _BUSY, f"waiting for a core {self.queued:.0%} of the time"),
+            (self.disk_wait >= _DISK, f"waiting for a disk {self.disk_wait:.0%} of the time"),
+            (self.swapped > 0, f"{self.swapped >> 20} MiB of it swapped out"),
+            (self.memory_used >= _FULL, f"memory {self.memory_used:.0%} used"),
+            (self.load >= _LOADED * self.cores, f"load {self.load:.1f} on {self.cores} cores"),
+        ]
+        return ", ".join(text for matters, text in known if matters).replace("%", " %")
+
+
+def look(pid: int) -> Look | None:
+    """None when it has ended."""
+    process = processes.facts(pid)
+    if process is None:
+        return None
+    below = [found for child in processes.family(pid) if (found := processes.facts(child)) is not None]
+    return Look(time.monotonic(), process, process.cpu + sum(child.cpu for child in below))
+
+
+def between(before: Look, after: Look) -> Conditions:
+    seconds = max(after.at - before.at, 1e-3)
+
+    def share(spent: float) -> float:
+        return round(min(1.0, max(0.0, spent) / seconds), 3)
+
+    first, last = before.process, after.process
+    return Conditions(
+        cpu=round(max(0.0, after.cpu - before.cpu) / seconds, 3),
+        queued=share(last.queued - first.queued),
+        throttled=share(last.throttled - first.throttled),
+        disk_wait=share(last.disk_wait - first.disk_wait),
+        resident=last.resident,
+        swapped=last.swapped,
+        memory_used=round(_memory_used(), 3),
+        load=round(os.getloadavg()[0], 2),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
+
+
+def _memory_used(meminfo: Path = Path("/proc/meminfo")) -> float:
+    try:
+        rows = [line.split() for line in meminfo.read_text().splitlines()]
+    except OSError:
+        return 0.0
+    kilobytes = {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
+    total, available = kilobytes.get("MemTotal", 0), kilobytes.get("MemAvailable", 0)
+    return 1 - available / total if total else 0.0

@@ -1,0 +1,159 @@
+"""Which rank holds up the others, by how much, and in which phase: pure functions of windows of ten steps.
+
+Compared is what each rank did by itself in the same steps, without what it waited for others: in a data-parallel run
+every step takes all ranks equally long, so the time of a whole step says nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, median_high
+
+from phalanx.status import Window
+from phalanx.status.layout import WINDOW_STEPS
+
+SLOWER = 0.2
+"""By how much more than the others' median a rank has to need."""
+NOTICEABLE = 1e-3
+"""Seconds in a step; less is noise."""
+ENOUGH = 5
+"""Windows in a row."""
+_TELLING = 0.25
+"""The part of the difference from which on a phase is named."""
+_KEPT = 64
+_LONGEST_ROW = 500
+
+
+@dataclass(frozen=True)
+class Lag:
+    """How one rank compares with the others. In seconds of a step."""
+
+    own: float
+    """Of its own work."""
+    usual: float
+    """The median of the others'."""
+    excess: Mapping[str, float]
+    """By phases, what it needs more than the others' median."""
+    updates: int = 0
+    """The last step that was looked at."""
+
+    @property
+    def slower(self) -> float:
+        """0.3: by 30 %."""
+        return self.own / self.usual - 1 if self.usual > 0 else 0.0
+
+    @property
+    def is_slow(self) -> bool:
+        return self.slower > SLOWER and self.own - self.usual > NOTICEABLE
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Where the difference lies, most of it first."""
+        total = sum(max(0.0, seconds) for seconds in self.excess.values())
+        by_size = sorted(self.excess.items(), key=lambda pair: -pair[1])
+        return tuple(phase for phase, seconds in by_size if total > 0 and seconds >= _TELLING * total)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slow, or that was and keeps up again."""
+
+    rank: int
+    lag: Lag
+    steps: int
+    """For how many it has been so."""
+    is_over: bool = False
+
+
+class Judge:
+    """Follows the windows of all ranks of an attempt."""
+
+    def __init__(self) -> None:
+        self._windows: dict[int, dict[int, Window]] = {}
+        """By rank and step."""
+        self._judged = 0
+        """The last step."""
+        self._rows: dict[int, deque[Lag]] = {}
+        """Of each rank, the windows in a row in which it was slow; of a straggler, in which it was not."""
+        self._stragglers: set[int] = set()
+
+    @property
+    def suspects(self) -> set[int]:
+        """Ranks that were slow in the last window, and may become stragglers."""
+        return {rank for rank, row in self._rows.items() if row} - self._stragglers
+
+    def add(self, windows: Mapping[int, Sequence[Window]]) -> list[Straggler]:
+        """``windows``: the latest of every rank that lives. Returns what has become known by them."""
+        for rank in self._windows.keys() - windows.keys():
+            self._forget(rank)
+        for rank, latest in windows.items():
+            known = self._windows.setdefault(rank, {})
+            known.update((window.updates, window) for window in latest)
+            for step in sorted(known)[:-_KEPT]:
+                del known[step]
+        taking_part = {rank: known for rank, known in self._windows.items() if known}
+        found: list[Straggler] = []
+        if len(taking_part) > 1:
+            common = set.intersection(*(set(known) for known in taking_part.values()))
+            for step in sorted(step for step in common if step > self._judged):
+                self._judged = step
+                found += self._judge({rank: known[step] for rank, known in taking_part.items()})
+        return found
+
+    def _forget(self, rank: int) -> None:
+        del self._windows[rank]
+        self._rows.pop(rank, None)
+        self._stragglers.discard(rank)
+
+    def _judge(self, step: Mapping[int, Window]) -> list[Straggler]:
+        found = []
+        for rank in step:
+            lag = compare(rank, step)
+            row = self._rows.setdefault(rank, deque(maxlen=_LONGEST_ROW))
+            was_slow = rank in self._stragglers
+            if lag.is_slow == was_slow:
+                row.clear()
+                continue
+            row.append(lag)
+            if len(row) >= ENOUGH:
+                found.append(Straggler(rank, summary(row), row[-1].updates - row[0].updates + WINDOW_STEPS, was_slow))
+                (self._stragglers.discard if was_slow else self._stragglers.add)(rank)
+                row.clear()
+        return found
+
+
+def compare(rank: int, step: Mapping[int, Window]) -> Lag:
+    """One rank with the others, in one window. Of two in the middle the slower one counts: with a single fast rank
+    among three the two others are not slow."""
+    own = step[rank]
+    others = [window for other, window in step.items() if other != rank]
+    excess = {
+        phase: (seconds - median_high(window.seconds.get(phase, 0.0) for window in others)) / WINDOW_STEPS
+        for phase, seconds in own.seconds.items()
+    }
+    return Lag(own.own, median_high(window.own for window in others), excess, own.updates)
+
+
+def summary(row: Sequence[Lag]) -> Lag:
+    """What is typical of these: one window with a checkpoint or an evaluation in it does not count."""
+    return Lag(
+        own=median(lag.own for lag in row),
+        usual=median(lag.usual for lag in row),
+        excess={phase: median(lag.excess[phase] for lag in row) for phase in row[0].excess},
+        updates=row[-1].updates,
+    )
+
+
+def slowest(windows: Mapping[int, Sequence[Window]]) -> tuple[int, Lag] | None:
+    """Of these ranks the one with most work of its own, by the steps that all have in common."""
+    by_step = {rank: {window.updates: window for window in known} for rank, known in windows.items() if known}
+    if len(by_step) < 2:
+        return None
+    common = sorted(set.intersection(*(set(known) for known in by_step.values())))
+    if not common:
+        return None
+    steps = [{rank: known[step] for rank, known in by_step.items()} for step in common]
+    lags = {rank: summary([compare(rank, step) for step in steps]) for rank in by_step}
+    return max(lags.items(), key=lambda pair: pair[1].own)

@@ -1,0 +1,66 @@
+"""Where a loop waits for other ranks: the rest of a step is its own work.
+
+On shm, collectives that run in the loop's thread say it themselves. Here is what torch does in C++: the end of
+backward, when DDP waits for the gradients of all ranks; the works of gloo; DDP's buffers before forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx import status
+
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def install() -> None:
+    if not dist.is_available():
+        return
+    work: Any = dist.Work
+    work.wait = _waiting(work.wait)
+    dist._broadcast_coalesced = _waiting(dist._broadcast_coalesced)
+    DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)
+
+
+def _noted(plain: Callable[..., None]) -> Callable[..., None]:
+    """DDP waits in a callback of the autograd engine, at the end of backward. The engine calls them in the order in
+    which they were asked for, and DDP asks when the last parameter has its gradient. So whoever asks for one when any
+    parameter gets its gradient is called when all own work is done, and just before DDP begins to wait."""
+
+    @functools.wraps(plain)
+    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if status.own() is not None:
+            # The first one is what everything else is computed from, so no backward leaves it out.
+            first = next((parameter for parameter in self.module.parameters() if parameter.requires_grad), None)
+            if first is not None:
+                first.register_hook(_ask)
+
+    return init
+
+
+def _ask(_: Tensor) -> None:
+    page = None if torch.compiler.is_compiling() else status.own()
+    if page is not None and page.is_in_backward:
+        _engine.queue_callback(page.block)
+
+
+def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        page = status.own()
+        if page is None or not page.block():
+            return plain(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            page.unblock()
+
+    return wait
