@@ -8,6 +8,7 @@ from phalanx.diagnose.hang import MESSAGES, Elsewhere, Hang, Waiting
 from phalanx.diagnose.rank_record import Child, RankRecord
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
+from phalanx.status.layout import runs_of
 
 _WIDTH = 160
 _MOST_WAITING, _MOST_ELSEWHERE = 3, 3
@@ -224,14 +225,8 @@ def _steps(record: RankRecord) -> str:
 
 def those(ranks: Sequence[int]) -> str:
     """``rank 1``, ``ranks 0, 2-7``; of very many only some."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
     parts = []
-    for first, last in runs:
+    for first, last in runs_of(ranks):
         parts += (
             [str(first)] if first == last else [str(first), str(last)] if last == first + 1 else [f"{first}-{last}"]
         )

@@ -13,12 +13,10 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, find_cause, is_victim
-from phalanx.diagnose.oom import Counters
 from phalanx.diagnose.repetition import Repetition
 from phalanx.errors import LaunchError
 from phalanx.launch.company import new_company
@@ -27,15 +25,13 @@ from phalanx.launch.crew import Crew
 from phalanx.launch.devices import usable_cores
 from phalanx.launch.elastic import RunOver
 from phalanx.launch.logs import Pump
-from phalanx.launch.memory import MemoryWatch
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
-from phalanx.launch.pace import Pace
 from phalanx.launch.pumps import Pumps
 from phalanx.launch.record import Record
+from phalanx.launch.sentries import Sentries
 from phalanx.launch.signals import Signals
 from phalanx.launch.spec import LaunchSpec
-from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.voice import Voice
 from phalanx.launch.watch import Watch
 
@@ -68,15 +64,10 @@ class Agent:
         self._pumps = Pumps(self._selector, self._signals.wake)
         self._environ = dict(environ)
         self._repetition = Repetition()
-        self._counters = Counters()
         self._said_exec = False
         self._said_who: str | None = None
         self._exit_code: int | None = None
-        self._pace = Pace(directory, self._record, self._voice.say_one)
-        self._standing: Mapping[str, Any] | None = None
-        """The verdict on ranks that stand still, as long as they do."""
-        self._hang: Mapping[str, Any] | None = None
-        """The one that this attempt has ended for."""
+        self._sentries = Sentries(spec, directory, self._record, self._voice, self._signals.wake)
         interface = route.interface if route is not None else None
         complain = self._voice.say_one
         self._crew = Crew(spec, self._environ, directory, interface, self._console, self._pumps, complain)
@@ -154,7 +145,7 @@ class Agent:
                 failed = any(ending.failed and not ending.asked for ending in endings)
                 verdict = find_cause(endings) if failed else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
-            if not any(ending.failed for ending in endings) and not self._company.lost and self._hang is None:
+            if not any(ending.failed for ending in endings) and not self._company.lost and self._sentries.hang is None:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._blame(endings)
             last = attempt + 1 >= most or not self._company.can_go_on
@@ -169,40 +160,29 @@ class Agent:
 
     def _blame(self, endings: list[events.Ending]) -> tuple[Verdict | None, str]:
         """The rank that is the cause, or None when no rank is but a node or a hang; and either in a sentence."""
-        if self._hang is not None:
-            return None, self._hang["headline"]
+        if self._sentries.hang is not None:
+            return None, self._sentries.hang["headline"]
         if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
-            reason = self._company.loss() or self._company.stop_reason
-            if not reason and self._standing is not None:  # they have waited for it until their timeout was over
-                self._hang, reason = self._standing, self._standing["headline"]
+            reason = self._company.loss() or self._company.stop_reason or self._sentries.blame_standing()
             if reason:
                 return None, reason
         verdict = find_cause(endings)
         return verdict, report.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
-        self._hang = self._standing = None
         master = self._company.begin(attempt, self._idle_until)
         if master is None:
             return []
-        self._pace.begin()
         self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
-        self._memory = MemoryWatch(self._counters)
-        self._stall = StallWatch(
-            Terms(self._spec.stall_after, self._spec.on_stall == "kill"),
-            self._directory,
-            self._company.told_as(self._record.place),
-            self._company.hearing,
-            self._signals.wake,
-        )
+        self._sentries.begin(self._company.told_as(self._record.place), self._company.hearing)
         self._crew.start(self._watch, self._company.places(), master, attempt)
         self._loop_until(lambda: self._watch.all_exited)
-        self._stall.close()
+        self._sentries.close()
         self._watch.finish()
         # Nobody can write to the pipes any more, so each of them ends.
         drained_by = time.monotonic() + _DRAIN_SECONDS
         self._loop_until(lambda: not self._streams() or (self._signalled is not None and time.monotonic() > drained_by))
-        endings = self._memory.explain(self._watch.endings())
+        endings = self._sentries.explain(self._watch.endings())
         self._record.keep_errors(endings)
         self._watch.close()
         return endings
@@ -212,36 +192,23 @@ class Agent:
     def _loop_until(self, done: Callable[[], bool]) -> None:
         while not done():
             self._watch.turn(_TICK)
-            self._memory.turn(self._watch.members.values(), time.monotonic())
+            self._sentries.turn(self._watch)
             self._explain_exec()
             self._obey_signals()
-            self._heed_company()
-            self._heed_stall()
-            self._pace.look(self._watch.members)
+            self._stop_if_needed()
             self._pumps.turn(self._streams())
 
-    def _heed_company(self) -> None:
+    def _stop_if_needed(self) -> None:
         """Ranks are stopped on all nodes or on none."""
-        if self._watch.stopping is None and (self._company.stop_reason or self._company.lost):
+        has_to = self._company.stop_reason or self._company.lost or self._sentries.hang
+        if self._watch.stopping is None and has_to:
             self._watch.stop(signal.SIGTERM)
         if self._watch.stopping is not None:
             self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
 
-    def _heed_stall(self) -> None:
-        if self._watch.stopping is None and not any(member.error for member in self._watch.members.values()):
-            self._stall.look(self._watch.members)
-        for announcement in self._stall.announced():
-            self._voice.say(list(announcement.lines))
-            self._record.note("stall", verdict=announcement.verdict)
-            self._standing = announcement.verdict
-            if announcement.kills:
-                self._hang = announcement.verdict
-                if self._watch.stopping is None:
-                    self._watch.stop(signal.SIGTERM)
-
     def _why_stop(self) -> str:
-        if self._hang is not None:
-            return self._hang["headline"]
+        if self._sentries.hang is not None:
+            return self._sentries.hang["headline"]
         if self._signalled is not None:
             name = signal.Signals(self._signalled).name
             return f"{self._company.name} was stopped by {name}, and so are all others"
@@ -295,7 +262,7 @@ class Agent:
             if elsewhere is None and self._spec.node_name is not None:  # who reads it may sit before another machine
                 elsewhere = f"{self._spec.node_name}:{self._directory.absolute()}"
             said = self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere)
-        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of, self._hang)
+        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of, self._sentries.hang)
         if said:
             self._flush_console()
             self._voice.say(said, "cause" if verdict is None else "verdict")

@@ -6,17 +6,14 @@ Nothing is read as long as the ranks get on.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.diagnose.processes import ProcessFacts, facts
 from phalanx.diagnose.rank_record import Vitals
 from phalanx.launch import orphans, sockets
-
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -24,40 +21,15 @@ class Reading:
     """Of one process at one moment: sums since its start."""
 
     at: float
-    state: str
-    cpu: float
-    """Seconds of all its threads."""
+    facts: ProcessFacts
     moved: int
-    """Bytes."""
-    faults: int
-    resident: int
+    """Bytes, with those of its connections."""
 
 
 def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None:
     """None when there is no such process. ``connections``: see `sockets`."""
-    try:
-        # The command's name stands in parentheses and may hold spaces and parentheses itself.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return Reading(
-        at=now,
-        state=fields[0].decode(),
-        cpu=(int(fields[11]) + int(fields[12])) / _TICKS,
-        moved=_moved(pid) + sockets.moved_by(pid, connections),
-        faults=int(fields[9]),
-        resident=int(fields[21]) * _PAGE,
-    )
-
-
-def _moved(pid: int) -> int:
-    """Read and written, from wherever: the bytes that came to a disk are counted late, those of a cache never."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:  # another user's process, or a kernel that does not count
-        return 0
-    fields = dict(line.split(": ") for line in lines)
-    return int(fields["rchar"]) + int(fields["wchar"])
+    found = facts(pid)
+    return None if found is None else Reading(now, found, found.moved + sockets.moved_by(pid, connections))
 
 
 def field_of(pid: int, name: str) -> str:
@@ -114,18 +86,18 @@ class Chart:
     def vitals(self, pid: int) -> Vitals | None:
         """None when it has ended, or was never seen."""
         readings = self._readings.get(pid)
-        if not readings or readings[-1].state in "ZX":
+        if not readings or readings[-1].facts.state in "ZX":
             return None
         first, last = readings[0], readings[-1]
         seconds = max(last.at - first.at, 1e-3)
         return Vitals(
             pid=pid,
-            state=last.state,
-            cpu=(last.cpu - first.cpu) / seconds,
+            state=last.facts.state,
+            cpu=(last.facts.cpu - first.facts.cpu) / seconds,
             bytes_moved=(last.moved - first.moved) / seconds,
-            faults=(last.faults - first.faults) / seconds,
-            swapped=int(field_of(pid, "VmSwap").partition(" ")[0] or 0) << 10,
-            resident=last.resident,
+            faults=(last.facts.faults - first.facts.faults) / seconds,
+            swapped=last.facts.swapped,
+            resident=last.facts.resident,
             waits_in=_waits_in(pid),
             waits_for_disk=_is_mostly("D", readings),
             wants_cpu=_is_mostly("R", readings),
@@ -133,7 +105,7 @@ class Chart:
 
 
 def _is_mostly(state: str, readings: Collection[Reading]) -> bool:
-    return 2 * sum(one.state == state for one in readings) > len(readings)
+    return 2 * sum(one.facts.state == state for one in readings) > len(readings)
 
 
 def _waits_in(pid: int) -> str:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import unserializable_hook
 
 from phalanx import status
 
@@ -46,6 +47,7 @@ def _noted(plain: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+@unserializable_hook  # or saving a whole model would warn of it
 def _ask(_: Tensor) -> None:
     page = None if torch.compiler.is_compiling() else status.own()
     if page is not None and page.is_in_backward:
@@ -55,7 +57,7 @@ def _ask(_: Tensor) -> None:
 def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def wait(*args: Any, **kwargs: Any) -> Any:
-        page = status.own()
+        page = None if torch.compiler.is_compiling() else status.own()
         if page is None or not page.block():
             return plain(*args, **kwargs)
         try:

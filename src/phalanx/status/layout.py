@@ -22,6 +22,7 @@ record where both are equal and that is still the same when it looks again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 
 MAGIC = b"phx-stat"
@@ -72,6 +73,17 @@ DTYPES = (
 )
 NO_PLACE = NO_PEER = 0xFFFF
 NO_GROUP = 0xFF
+
+
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(0, 3), (6, 6) for 0, 1, 2, 3, 6."""
+    runs: list[tuple[int, int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], rank
+        else:
+            runs.append((rank, rank))
+    return runs
 
 
 def kind_of(group: int, op: int, dtype: int) -> int:

@@ -19,7 +19,17 @@ from time import time
 from types import CodeType, FrameType
 
 from phalanx.status import layout
-from phalanx.status.layout import BLOCKED, BLOCKED_SINCE, ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+from phalanx.status.layout import (
+    BLOCKED,
+    BLOCKED_SINCE,
+    ENTRY_WORDS,
+    NO_PEER,
+    NO_PLACE,
+    RING,
+    RING_ENTRIES,
+    WORD,
+    runs_of,
+)
 from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
@@ -282,10 +292,4 @@ def _lengthen(fd: int, _: int, length: int) -> None:
 
 def _shortened(ranks: Sequence[int]) -> str:
     """0-3,6 for 0, 1, 2, 3, 6."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs_of(ranks))

@@ -1,0 +1,71 @@
+"""What the agent watches beside the ends of its ranks: their memory, their pace, and whether they get on at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.diagnose.oom import Counters
+from phalanx.events import Ending
+from phalanx.launch.hearing import Hearing
+from phalanx.launch.memory import MemoryWatch
+from phalanx.launch.pace import Pace
+from phalanx.launch.record import Record
+from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.stall import StallWatch, Terms
+from phalanx.launch.voice import Voice
+from phalanx.launch.watch import Watch
+
+
+class Sentries:
+    """Of a run on this node."""
+
+    def __init__(
+        self, spec: LaunchSpec, directory: Path, record: Record, voice: Voice, wake: Callable[[], None]
+    ) -> None:
+        self._terms = Terms(spec.stall_after, spec.on_stall == "kill")
+        self._directory, self._record, self._voice, self._wake = directory, record, voice, wake
+        self._counters = Counters()
+        self._pace = Pace(directory, record, voice.say_one)
+        self.standing: Mapping[str, Any] | None = None
+        """The verdict on ranks that stand still, as long as they do."""
+        self.hang: Mapping[str, Any] | None = None
+        """The one that this attempt has to end for."""
+
+    def begin(self, place: str, hearing: Hearing) -> None:
+        """A new attempt. ``place``: the run directory as it is told; ``hearing``: with the other nodes."""
+        self.hang = self.standing = None
+        self._pace.begin()
+        self._memory = MemoryWatch(self._counters)
+        self._stall = StallWatch(self._terms, self._directory, place, hearing, self._wake)
+
+    def turn(self, watch: Watch) -> None:
+        """To be called in every turn of the loop."""
+        members = watch.members
+        self._memory.turn(members.values(), time.monotonic())
+        self._pace.look(members)
+        if watch.stopping is None and not any(member.error for member in members.values()):
+            self._stall.look(members)
+        for announcement in self._stall.announced():
+            self._voice.say(list(announcement.lines))
+            self._record.note("stall", verdict=announcement.verdict)
+            self.standing = announcement.verdict
+            if announcement.kills:
+                self.hang = announcement.verdict
+
+    def close(self) -> None:
+        """All ranks have ended."""
+        self._stall.close()
+
+    def explain(self, endings: Sequence[Ending]) -> list[Ending]:
+        """The same, with what is known of their memory."""
+        return self._memory.explain(endings)
+
+    def blame_standing(self) -> str | None:
+        """The ranks have failed by waiting for too long. What they have stood still for, if that is known."""
+        if self.standing is None:
+            return None
+        self.hang = self.standing
+        return self.hang["headline"]
