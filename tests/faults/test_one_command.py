@@ -41,6 +41,8 @@ with px.init() as world:
         sys.exit(7)
     if what == "raise" and world.rank == int(who):
         raise ValueError("on purpose")
+    if what == "sleep" and world.rank == int(who):
+        time.sleep(1000)
     while what == "stay":
         dist.all_reduce(total)
         time.sleep(0.1)
@@ -301,6 +303,16 @@ def stay(site: Site, place: Path, *flags: str) -> subprocess.Popen[str]:
     process = site.start(place, "-H", "node0,node1", *flags, "train.py", "stay")
     await_lines(process, "place", 2)
     return process
+
+
+def test_a_hang_told_once(site: Site, tmp_path: Path) -> None:
+    flags = ("-H", "node0,node1", "--stall-after", "1", "--on-stall", "kill")
+    code, _, err = site.run(tmp_path, *flags, "train.py", "sleep", "1")
+    assert code == 1
+    assert len(re.findall(r"^phalanx: no rank has made progress", err, re.MULTILINE)) == 1, err
+    assert len(re.findall(r"^  rank 1 is missing: it sleeps at train.py:\d+: time.sleep", err, re.MULTILINE)) == 1
+    assert len(re.findall(r"^  rank 1 on node1 \(pid ", err, re.MULTILINE)) == 1
+    assert len(re.findall(r"^phalanx: a hang: rank 1 sleeps", err, re.MULTILINE)) == 1
 
 
 def test_a_second_ctrl_c(site: Site, tmp_path: Path) -> None:

@@ -200,6 +200,14 @@ def test_a_rank_has_left_the_loop() -> None:
     assert with_others(laggard(lines=outside))[0].startswith(
         "rank 1 is missing: it has left the loop of train.py:45 after"
     )
+    # Of several loops, the outermost that it has left.
+    nested = waiter(0, of=2), laggard(of=2, lines=after)
+    for last, first in ((58, 41), (70, 45)):
+        loops = ((41, last), (45, 55))
+        threads = main(
+            line("loss.backward()", "train.py", 48, "step", loops=loops), line("main()", "train.py", 90, "<module>")
+        )
+        assert f"the loop of train.py:{first} " in told([dataclasses.replace(nested[0], threads=threads), nested[1]])[2]
     # Further up, or in the loop, it has not.
     for number in (44, 50):
         inside = line("time.sleep(9)", "train.py", number, "step"), line("main()", "train.py", 90, "<module>")
@@ -283,6 +291,16 @@ def test_ranks_have_parted_before() -> None:
         in lines
     )
     assert "  rank 1 called barrier #811, train.py:61 in evaluate: dist.barrier(), and went on" in lines
+
+
+def test_a_group_that_is_made_anew_counts_anew() -> None:
+    """What was called in the group before is neither different nor ahead."""
+    old = [call(number, "broadcast", "done") for number in (1, 2, 3)]
+    again = call(0, "init_process_group", "done", group="")
+    records = [rank(0, *old, again, call(1), of=2), rank(1, *old, again, of=2, lines=[SLEEP])]
+    assert (find_hang(records).kind, find_hang(records).culprits) == ("missing", (1,))
+    records = [rank(0, *old, call(1, state="done"), call(2), of=2), rank(1, *old, call(1, state="done"), of=2)]
+    assert (find_hang(records).kind, find_hang(records).culprits) == ("missing", (1,))
 
 
 def test_ranks_have_given_different_sizes() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.rank_record import RankRecord
+from phalanx.diagnose.rank_record import MESSAGES, RankRecord
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, whereabouts
 from phalanx.status import Collective
 
-MESSAGES = ("send", "recv")
 _COMPARED = 8
 """Ranks that wait do mostly the same; a missing one is compared with some of them."""
 _MUST_AGREE = ("all_reduce", "broadcast", "reduce")
@@ -140,7 +139,7 @@ def _has_come(record: RankRecord, waits: Collective) -> bool:
         return False
     if waits.op == "init_process_group":
         return record.has_joined or any(one.op == waits.op for one in page.collectives)
-    asked = [one.number for one in page.collectives if one.group == waits.group and one.op not in MESSAGES]
+    asked = [one.number for one in record.asked(waits.group)]
     asked += [group.enqueued or 0 for group in page.groups if group.name == waits.group]
     return max(asked, default=-1) >= waits.number
 
@@ -171,8 +170,8 @@ def _difference(records: Sequence[RankRecord]) -> tuple[Waiting, ...]:
     """The first collective of a group for which two ranks have called different functions, or given different sizes."""
     asked: dict[tuple[str, int], list[tuple[RankRecord, Collective]]] = {}
     for record in records:
-        for one in record.status.collectives if record.status and record.exit_code is None else ():
-            if one.op not in MESSAGES and one.group:
+        for group in record.status.groups if record.status and record.exit_code is None else ():
+            for one in record.asked(group.name):
                 asked.setdefault((one.group, one.number), []).append((record, one))
     for _, calls in sorted(asked.items(), key=lambda item: item[0][1]):
         first = calls[0][1]

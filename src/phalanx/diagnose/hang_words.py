@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.diagnose.hang import MESSAGES, Elsewhere, Hang, Waiting
-from phalanx.diagnose.rank_record import Child, RankRecord
+from phalanx.diagnose.hang import Elsewhere, Hang, Waiting
+from phalanx.diagnose.rank_record import MESSAGES, Child, RankRecord
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
 from phalanx.status.layout import runs_of

@@ -13,6 +13,7 @@ from phalanx.diagnose.stacks import Thread
 from phalanx.status import Collective, Place, Status
 
 UNNAMED = "collective"
+MESSAGES = ("send", "recv")
 _BUSY = 0.2
 _MOVES = 10_000.0
 
@@ -87,6 +88,16 @@ class RankRecord:
         if self.status is None or self.vitals is None or self.vitals.state in "Tt":
             return None
         return self.status.open_collective or _unnamed(self.status)
+
+    def asked(self, group: str) -> list[Collective]:
+        """The last collectives of a group that it has asked for, oldest first. A group made anew counts anew."""
+        found: list[Collective] = []
+        for one in self.status.collectives if self.status else ():
+            if one.op == "init_process_group" or (one.group == group and found and one.number < found[-1].number):
+                found.clear()
+            if one.group == group and one.op not in MESSAGES:
+                found.append(one)
+        return found
 
     @property
     def has_joined(self) -> bool:

@@ -185,8 +185,8 @@ def has_left(record: RankRecord, other: RankRecord) -> Line | None:
             return None  # or in the next round of a loop around both
         within = [(first, last) for first, last in their.loops if own.line > last]
         if within:
-            return Line(their.file, within[-1][0], their.function)
+            return Line(their.file, within[0][0], their.function)
         return next(
-            (Line(line.file, line.loops[-1][0], line.function) for line in inward[depth + 1 :] if line.loops), None
+            (Line(line.file, line.loops[0][0], line.function) for line in inward[depth + 1 :] if line.loops), None
         )
     return None

@@ -16,6 +16,7 @@ from phalanx.diagnose.stacks import source_of
 from phalanx.launch.stacks import Wanted, stacks_of
 
 _LONGEST = 6.0
+_LAST_WORDS = 2.0
 _ANSWER = 0.5
 _SLOW_ANSWER = 3.0
 """If torch's compiler is there, torch may take seconds to find the line that has asked for a collective."""
@@ -46,8 +47,8 @@ class Inquiry:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """It is not worth much when nobody waits for it any more, but it does not take long."""
-        self._thread.join(_LONGEST)
+        """Nobody waits for what it finds any more, but a process that it has started should not be left alone."""
+        self._thread.join(_LAST_WORDS)
 
     def _collect(self) -> None:
         deadline = time.monotonic() + _LONGEST

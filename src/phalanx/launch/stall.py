@@ -56,7 +56,6 @@ class _Case:
     number: int
     inquiry: Inquiry
     until: float
-    records: list[RankRecord] | None = None
 
 
 class StallWatch:
@@ -145,23 +144,23 @@ class StallWatch:
     def _go_on_with(self, case: _Case, now: float) -> None:
         if not case.inquiry.is_over:
             return
-        records = case.inquiry.records or []
+        records = case.inquiry.records or ()
         if not self._hearing.is_judge:
             self._case = None
             self._hearing.testify(case.number, records)
             return
         others = self._hearing.testimonies(case.number)
-        if others is None and now < case.until:
+        gets_on = self._hearing.others() is None  # who gets on does not testify
+        if others is None and now < case.until and not gets_on:
             return
         self._case = None
         # Whatever comes of it: ranks that are looked at all the time would never be left in peace.
         self._not_before = now + max(1.0, self._terms.stall_after / 2)
-        self._conclude(sorted([*records, *(others or ())], key=lambda record: record.rank))
+        if others is not None and not gets_on:
+            self._conclude(sorted([*records, *others], key=lambda record: record.rank))
 
     def _conclude(self, records: list[RankRecord]) -> None:
         """They have been asked since it was decided to: it may look different now."""
-        if not records:
-            return
         hang = find_hang(records)
         sightings = [sighting_of(record) for record in records]
         limit = patience(sightings, self._terms.stall_after)

@@ -1,0 +1,132 @@
+"""The watch over ranks that stand still, with pages written by hand and processes that do nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phalanx import status
+from phalanx.diagnose import rank_record
+from phalanx.diagnose.patience import Sighting
+from phalanx.diagnose.rank_record import RankRecord, Vitals
+from phalanx.launch.hearing import Announcement, Court, Hearing, Report
+from phalanx.launch.stall import StallWatch, Terms
+from phalanx.status import layout
+from phalanx.status.page import StatusPage
+
+STALL_AFTER = 0.5
+LONG = 20.0
+
+
+class Ranks:
+    """Two ranks of one node, of which the first waits for the second."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pages = [StatusPage(status.status_path(directory, rank), rank, 2) for rank in (0, 1)]
+        self.groups = [page.group("0", [0, 1]) for page in self.pages]
+        self.sleepers = [subprocess.Popen(["sleep", "1000"]) for _ in (0, 1)]
+        self.members: Any = {
+            rank: SimpleNamespace(pid=sleeper.pid, exited=None) for rank, sleeper in enumerate(self.sleepers)
+        }
+        self.call(0, layout.ALL_REDUCE)
+
+    def call(self, rank: int, op: int) -> int:
+        return self.pages[rank].begin(layout.kind_of(self.groups[rank], op, 1), 1, 10)
+
+    def watch(self, hearing: Hearing, stall_after: float = STALL_AFTER) -> StallWatch:
+        return StallWatch(Terms(stall_after, kills=False), self.directory, "runs/x", hearing, lambda: None)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr("phalanx.launch.stacks._py_spy", lambda: None)  # they are not Python anyway
+    found = Ranks(tmp_path)
+    yield found
+    found.pages.clear()
+    for sleeper in found.sleepers:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[Announcement]:
+    """Turns the watch until it says something, at most for so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        watch.look(ranks.members)
+        if said := list(watch.announced()):
+            return said
+        time.sleep(0.02)
+    return []
+
+
+def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks) -> None:
+    watch = ranks.watch(Hearing())
+    (first,) = look(watch, ranks, LONG)
+    assert first.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32), tests/unit/test_stall_watch.py:")
+    assert first.lines[2] == "  rank 1 is missing: it sleeps"
+    assert first.lines[-1] == "  all stacks: runs/x/stall-1.txt; waiting on (--on-stall kill ends the run)"
+    assert first.verdict is not None
+    assert not look(watch, ranks, 1.5), "it has not changed"
+    entry = ranks.call(1, layout.BARRIER)
+    (second,) = look(watch, ranks, LONG)
+    assert second.lines[0].endswith(": they have called different collectives")
+    assert {path.name for path in ranks.directory.glob("stall-*")} == {"stall-1.txt", "stall-2.txt"}
+    ranks.pages[1].end(entry, 0.5)
+    (last,) = look(watch, ranks, LONG)
+    assert last.lines[0].startswith("the ranks go on after ")
+    assert last.verdict is None
+    watch.close()
+
+
+def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.stall._AGAIN", 3)
+    watch = ranks.watch(Hearing())
+    (first,) = look(watch, ranks, LONG)
+    (again,) = look(watch, ranks, LONG)
+    assert first.lines[1:3] == again.lines[1:3]
+    seconds = [float(found.lines[0].split()[-2]) for found in (first, again)]
+    assert seconds[1] >= 2.8 * seconds[0]
+    watch.close()
+
+
+def test_without_a_limit_nothing_is_watched(ranks: Ranks) -> None:
+    assert not look(ranks.watch(Hearing(), stall_after=0.0), ranks, 0.5)
+
+
+def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
+    """A node whose ranks get on says so instead of testifying; then there is no verdict."""
+    written: list[tuple[Any, ...]] = []
+    court = Court(0, 0, range(2), {}, lambda *entry: written.append(entry))
+    watch = ranks.watch(court)
+    still = {"1": json.loads(json.dumps(dataclasses.asdict(Report(30.0, (Sighting(2),)))))}
+    assert not look(watch, ranks, 0.8)
+    assert not written, "the other node gets on"
+    court.on_reports(still)
+    until_called(watch, ranks, written, 1)
+    court.on_reports({"1": None})
+    assert not look(watch, ranks, 1.0)
+    court.on_reports(still)
+    until_called(watch, ranks, written, 2)
+    record = RankRecord(2, "elsewhere", quiet=31.0, vitals=Vitals(7, "S"))
+    court.on_testimony(2, 1, [json.loads(json.dumps(rank_record.to_fields(record)))])
+    (verdict,) = look(watch, ranks, LONG)
+    assert verdict.verdict is not None
+    assert "=== rank 2 on elsewhere" in (ranks.directory / "stall-1.txt").read_text()
+    assert written[-1][0] == "announce"
+    watch.close()
+
+
+def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]], number: int) -> None:
+    deadline = time.monotonic() + LONG
+    while ("call", number) not in written:
+        assert time.monotonic() < deadline
+        assert not look(watch, ranks, 0.1)
