@@ -66,7 +66,7 @@ def test_a_machine_that_is_slow_is_slow_in_all_that_it_computes() -> None:
     "quiet",
     [
         steps(50, data=5.0),
-        steps(50, world=3, forward=-9.0),
+        steps(50, world=3, forward=-9.0, backward=-9.0),
         [step for index in range(50) for step in steps(1, 20 + 10 * index, slow=index % 3, data=20.0)],
         [
             step
@@ -181,7 +181,7 @@ def test_short_steps_are_sampled_at_the_same_steps_by_all_ranks(
     now = 1e9
     monkeypatch.setattr("phalanx.status.page.time", lambda: now)
     seen: list[set[int]] = []
-    for rank, millisecond in enumerate((0.9, 1.1)):
+    for rank, millisecond in enumerate((0.5, 1.1)):
         page = StatusPage(tmp_path / f"{rank}", rank, 2)
         found: set[int] = set()
         for _ in range(20_000):
