@@ -103,3 +103,10 @@ def test_what_we_say_begins_a_line(tmp_path: Path) -> None:
         console.close()
         err.seek(0)
         assert err.read() == b"bus error\n\0and more\nphalanx: one\nphalanx: two\n"
+
+
+def test_a_hang_and_slow_ranks_are_told_again() -> None:
+    hang = {"headline": "a hang: rank 1 sleeps", "lines": ["no rank has made progress for 3 s", "  rank 1 is missing"]}
+    report = {"cause": {"hang": hang}, "said": [hang["headline"]], "stragglers": [{"said": "rank 1 is 40 % slower"}]}
+    assert report_command._said(report) == ["", *hang["lines"], "", hang["headline"], "", "rank 1 is 40 % slower"]
+    assert report_command._said({"cause": None, "said": [], "stragglers": []}) == []

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx import events, status
 from phalanx.diagnose import runs
@@ -58,11 +59,17 @@ def lines(run: Run) -> list[str]:
     told += _nodes(run)
     for restart in run.restarts:
         told.append(clip(f"  attempt {restart.attempt}: {restart.reason}"))
-    said = run.report["said"] if run.report is not None else []
-    if said:
-        told += ["", *said]
+    if run.report is not None:
+        told += _said(run.report)
     ranks = _ended_ranks(run) if run.report is not None else _seen_ranks(run)
     return [*told, "", *ranks, f"logs: {shorten_path(str(run.directory.absolute()))}"]
+
+
+def _said(report: dict[str, Any]) -> list[str]:
+    """What was on the console: why the ranks stood still, why the run failed, who was slow."""
+    hang = (report["cause"] or {}).get("hang") or {}
+    slow = [clip(straggler["said"]) for straggler in report["stragglers"]]
+    return [line for block in (hang.get("lines"), report["said"], slow) if block for line in ("", *block)]
 
 
 def _outcome(run: Run) -> str:

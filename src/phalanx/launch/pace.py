@@ -68,7 +68,9 @@ class Pace:
 
     def _tell(self, found: Straggler, under: Conditions | None) -> None:
         host = self._record.host
+        line = straggler_words.one_line(found, host, under)
         fields = {
+            "said": line,
             "rank": found.rank,
             "host": host,
             "is_over": found.is_over,
@@ -83,4 +85,4 @@ class Pace:
         self._record.keep_straggler(fields)
         if self._said[found.rank] < 2 * _SAID_AT_MOST:  # its beginning and its end
             self._said[found.rank] += 1
-            self._say(straggler_words.one_line(found, host, under))
+            self._say(line)
