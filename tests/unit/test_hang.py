@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -209,6 +210,8 @@ def test_a_rank_has_left_the_loop() -> None:
         )
         assert f"the loop of train.py:{first} " in told([dataclasses.replace(nested[0], threads=threads), nested[1]])[2]
     # Further up, or in the loop, it has not.
+    before = [line("prepare()", "train.py", 89, "<module>")]
+    assert "left" not in with_others(laggard(lines=before))[0]
     for number in (44, 50):
         inside = line("time.sleep(9)", "train.py", number, "step"), line("main()", "train.py", 90, "<module>")
         assert "left" not in with_others(laggard(lines=inside))[0]
@@ -243,6 +246,9 @@ def test_joining_and_rank_zero_first() -> None:
         "  rank 0 waits in init_process_group, train.py:5",
         "  rank 1 is missing: it sleeps in load at data.py:40: time.sleep(1000)",
     ]
+    # Who has joined is not missing there, whatever it does.
+    joined = rank(2, call(0, "init_process_group", "done", group=""), page={**early, "phase": "other"}, lines=[SLEEP])
+    assert find_hang([*records, joined]).culprits == (1,)
     following = call(0, "rank_zero_first", group="", dtype="", size=0, peer=0, place=None)
     records = [rank(0, lines=[SLEEP]), *(rank(number, following, lines=[line("with first:")]) for number in (1, 2, 3))]
     assert told(records)[1:3] == [
@@ -367,7 +373,19 @@ def test_many_ranks_and_still_a_small_screen(world: int) -> None:
     assert "at other places; see the stacks" in lines[-1]
     different = [rank(n, call(op="broadcast" if n % 2 else "reduce", size=n), of=world) for n in range(world)]
     assert len(told(different)) <= 13
+    in_loader = [laggard(n, of=world, lines=[*IN_LOADER[:2], line("for x in loader:", number=n)]) for n in range(5)]
+    in_loader = [dataclasses.replace(one, children=(loader_worker(9, SLEEP),)) for one in in_loader]
+    assert 10 <= len(told([*in_loader, *different[5:]])) <= 13
     assert told([waiter(n, of=world) for n in range(world)])[1].startswith(f"  ranks 0-{world - 1} wait in")
+
+
+def test_when_the_picture_changes() -> None:
+    def picture(number: int, **vitals: Any) -> tuple[object, ...]:
+        return find_hang([waiter(0), laggard(lines=[line("x += 1", number=number)], vitals=vitals)]).picture
+
+    assert picture(40) != picture(41)
+    assert picture(40) != picture(40, state="T")
+    assert picture(40, cpu=1.0) == picture(41, cpu=0.9), "a loop goes round and round"
 
 
 def test_small_words() -> None:

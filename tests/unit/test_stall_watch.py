@@ -75,7 +75,7 @@ def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks)
     assert first.lines[2] == "  rank 1 is missing: it sleeps"
     assert first.lines[-1] == "  all stacks: runs/x/stall-1.txt; waiting on (--on-stall kill ends the run)"
     assert first.verdict is not None
-    assert not look(watch, ranks, 1.5), "it has not changed"
+    assert not look(watch, ranks, 3.5), "it has been looked at again, and has not changed"
     entry = ranks.call(1, layout.BARRIER)
     (second,) = look(watch, ranks, LONG)
     assert second.lines[0].endswith(": they have called different collectives")
@@ -84,6 +84,15 @@ def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks)
     (last,) = look(watch, ranks, LONG)
     assert last.lines[0].startswith("the ranks go on after ")
     assert last.verdict is None
+    watch.close()
+
+
+def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.stall._LOOK_AGAIN", 1000)
+    watch = ranks.watch(Hearing())
+    assert look(watch, ranks, LONG)
+    ranks.call(1, layout.BARRIER)
+    assert look(watch, ranks, 4.0)
     watch.close()
 
 
@@ -99,7 +108,7 @@ def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: py
 
 
 def test_without_a_limit_nothing_is_watched(ranks: Ranks) -> None:
-    assert not look(ranks.watch(Hearing(), stall_after=0.0), ranks, 0.5)
+    assert not look(ranks.watch(Hearing(), stall_after=0.0), ranks, 2.0)
 
 
 def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
@@ -113,7 +122,7 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     court.on_reports(still)
     until_called(watch, ranks, written, 1)
     court.on_reports({"1": None})
-    assert not look(watch, ranks, 1.0)
+    assert not look(watch, ranks, 2.5)
     court.on_reports(still)
     until_called(watch, ranks, written, 2)
     record = RankRecord(2, "elsewhere", quiet=31.0, vitals=Vitals(7, "S"))
