@@ -1,7 +1,7 @@
 """A rank that is slow is named with the phase and with what its machine says, while it is slow, on shm and on gloo.
 
-The work is sleep, so that the number of cores does not matter: 20 ms a step, and 8 ms more on the slow rank. A run goes
-on until its agent has said what it has to, so it takes as long as it must and no longer.
+The work is sleep, so that the number of cores does not matter: 40 ms a step, and 14 ms more on the slow rank. A run
+goes on until its agent has said what it has to, so it takes as long as it must and no longer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.testing import virtual_nodes
 from tests.conftest import Runner, start
 
 SCRIPT = """
@@ -34,7 +36,7 @@ spins = False
 def work(seconds):
     if not spins:
         return time.sleep(seconds)
-    until = time.thread_time() + seconds / 4
+    until = time.thread_time() + seconds / 8
     while time.thread_time() < until:
         pass
 
@@ -42,7 +44,7 @@ class Data(Dataset):
     def __len__(self):
         return 100_000
     def __getitem__(self, index):
-        work(0.005 + late["data"])
+        work(0.01 + late["data"])
         return torch.ones(10)
 
 class Backward(torch.autograd.Function):
@@ -51,7 +53,7 @@ class Backward(torch.autograd.Function):
         return x.clone()
     @staticmethod
     def backward(ctx, gradient):
-        work(0.005)
+        work(0.01)
         return gradient
 
 class Net(torch.nn.Module):
@@ -59,7 +61,7 @@ class Net(torch.nn.Module):
         super().__init__()
         self.layer, self.norm = torch.nn.Linear(10, 10), torch.nn.BatchNorm1d(10)  # its buffers are sent before forward
     def forward(self, x):
-        work(0.01 + late["forward"])
+        work(0.02 + late["forward"])
         return Backward.apply(self.norm(self.layer(x)))
 
 def told():
@@ -91,22 +93,22 @@ if "track" in sys.argv:
     import phalanx as px
     batches = px.track(batches, quiet=True)
 batches = iter(batches)
-late["data"] = -0.0025  # a batch is two items
+late["data"] = -0.005  # a batch is two items
 """
 
 DELAYS = """
 train(steps=60)
 assert told() == 0, "they are all alike"
-late["data"] += 0.004 * (rank == 1)
+late["data"] += 0.007 * (rank == 1)
 train(1)
 if rank == 0:
     inspect = subprocess.Popen([*PHALANX, "inspect", "--json", str(directory)], stdout=subprocess.PIPE)
 train(1, until=lambda: inspect.poll() is not None)
 if rank == 0:
     (directory / "moving.json").write_bytes(inspect.communicate()[0])
-late["data"] = -0.0025
+late["data"] = -0.005
 train(2)
-late["forward"] = 0.008 * (rank == 2)
+late["forward"] = 0.014 * (rank == 2)
 train(3)
 late["forward"] = 0.0
 if rank == 1:
@@ -115,6 +117,12 @@ if rank == 1:
 train(steps=10)
 if "track" in sys.argv:
     batches.close()
+"""
+
+ONE_OF_FOUR = """
+train(steps=20)
+late["data"] += 0.007 * (rank == 3)
+train(1)
 """
 
 LIMITED = """
@@ -158,11 +166,11 @@ def test_delays_in_data_and_in_compute(script: Any, phalanx: Runner, tmp_path: P
         in_data, over, in_forward = lines
         assert re.fullmatch(
             r"phalanx: rank 1 is \d\d % slower than the median \(own work \d\d ms a step against \d\d ms\) "
-            r"for \d+ steps, in data; on host \S+: CPU share \d+ %.*",
+            r"for \d+ steps, in data\b.*; on host \S+: CPU share \d+ %.*",
             in_data,
         ), (kind, in_data)
         assert over.startswith("phalanx: rank 1 keeps up again: own work "), (kind, over)
-        assert re.match(r"phalanx: rank 2 is \d\d % slower .* in forward; on host ", in_forward), (kind, in_forward)
+        assert re.match(r"phalanx: rank 2 is \d\d % slower .* in forward\b.*; on host ", in_forward), (kind, in_forward)
 
         runs = tmp_path / names[kind] / "runs"
         (directory,) = (path for path in runs.iterdir() if path.is_dir() and not path.is_symlink())
@@ -175,13 +183,13 @@ def test_delays_in_data_and_in_compute(script: Any, phalanx: Runner, tmp_path: P
         assert kept[0]["conditions"]["cpu"] < 0.9, "it sleeps"
 
         moving = json.loads((directory / "moving.json").read_text())
-        assert re.match(r"slowest: rank 1, by \d\d % .* in data$", moving["conclusion"]), moving["conclusion"]
+        assert re.match(r"slowest: rank 1, by \d\d % .* in data\b", moving["conclusion"]), moving["conclusion"]
         assert [one["rank"] for one in moving["ranks"]] == [0, 1, 2]
         first, slow, last = moving["ranks"]
-        assert slow["data"] > first["data"] + 0.1
-        assert first["wait"] > slow["wait"] + 0.1
-        assert last["wait"] > slow["wait"] + 0.1
-        assert all(5 < one["pace"] < 50 and one["has_moved"] and one["resident"] > 1 << 20 for one in moving["ranks"])
+        assert slow["data"] > first["data"] + 0.05
+        assert first["wait"] > slow["wait"] + 0.05
+        assert last["wait"] > slow["wait"] + 0.05
+        assert all(3 < one["pace"] < 25 and one["has_moved"] and one["resident"] > 1 << 20 for one in moving["ranks"])
         assert all((one["step"] > 0) == (kind == "shm") for one in moving["ranks"]), "px.track counts in one of them"
 
         hanging = (directory / "hanging.txt").read_text().splitlines()
@@ -192,6 +200,29 @@ def test_delays_in_data_and_in_compute(script: Any, phalanx: Runner, tmp_path: P
         assert ended.code == 0
         assert "ended with exit code 0" in ended.lines[0]
         assert [line.split()[:2] for line in ended.lines[2:5]] == [["0", "exit"], ["1", "exit"], ["2", "exit"]]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
+def test_a_rank_of_another_node(tmp_path: Path) -> None:
+    """One node compares the ranks of both, and both say and keep the same."""
+    flags = ["--nnodes", "2", "--nproc-per-node", "2", "--backend", "as-written"]
+    with virtual_nodes(2) as nodes:
+        agents = []
+        for rank, node in enumerate(nodes):
+            place = tmp_path / f"at-{rank}"
+            place.mkdir()
+            (place / "train.py").write_text(SCRIPT + ONE_OF_FOUR)
+            meeting = ["--node-rank", str(rank), "--master-addr", nodes[0].address, "--master-port", "29500"]
+            command = [sys.executable, "-m", "phalanx", "run", *flags, *meeting, "train.py"]
+            agents.append(node.start(command, cwd=place, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL))
+        said = [finish(agent) for agent in agents]
+    assert said[0] == said[1]
+    (line,) = said[0]
+    assert re.match(r"phalanx: rank 3 is \d\d % slower .* in data\b.*; on host node1: CPU share \d+ %", line), line
+    for node in range(2):
+        report = json.loads((tmp_path / f"at-{node}/runs/latest/report.json").read_text())
+        (kept,) = report["stragglers"]
+        assert (kept["rank"], kept["host"], kept["phases"][0]) == (3, "node1", "data")
 
 
 @pytest.fixture

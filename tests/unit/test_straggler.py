@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +19,10 @@ from phalanx import status
 from phalanx.diagnose import cgroups, conditions, processes, straggler_words
 from phalanx.diagnose.conditions import Conditions
 from phalanx.diagnose.straggler import Judge, Straggler, slowest
+from phalanx.launch.docket import Clerk, Docket
+from phalanx.launch.hearing import Court, Hearing
+from phalanx.launch.pace import Pace
+from phalanx.launch.tidings import Tidings
 from phalanx.status import Window, layout
 from phalanx.status.page import StatusPage
 
@@ -197,6 +204,87 @@ def test_short_steps_are_sampled_at_the_same_steps_by_all_ranks(
         assert len(found) > 90
         seen.append(found)
     assert len(seen[0] & seen[1]) > 0.9 * min(map(len, seen))
+
+
+# ---- the agents
+
+
+def write_windows(path: Path, rank: int, steps: int, own: float) -> StatusPage:
+    page = StatusPage(path, rank, 4)
+    for step in range(20, steps + 1, 10):
+        page._cutter.due = step
+        page._cutter._begun = (0.0,) * len(layout.OWN)
+        page._cutter._write((10 * own, *(0.0,) * (len(layout.OWN) - 1)))
+    return page
+
+
+def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 3, on the second node, is slow: the second sends what it knows, and the first says it to both."""
+    now = 0.0
+    monkeypatch.setattr("phalanx.launch.pace.time.monotonic", lambda: now)
+    written: list[tuple[Any, ...]] = []
+    courts = [Court(node, 0, range(2), {}, lambda *entry: written.append(entry)) for node in range(2)]
+    agents = [Pace(tmp_path) for _ in range(2)]
+    members: list[Any] = [
+        {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in ranks} for ranks in ((0, 1), (2, 3))
+    ]
+    for agent, court in zip(agents, courts, strict=True):
+        agent.begin(court)
+    for moment in range(4):
+        for rank in range(4):
+            write_windows(status.status_path(tmp_path, rank), rank, 20 + 20 * moment, 0.030 + 0.010 * (rank == 3))
+        for court, agent, own in zip(courts, agents, members, strict=True):
+            now = 10.0 * (moment + 1)
+            agent.look(own)
+            if court.is_judge and moment == 0:
+                assert not written, "it does not judge without the other one"
+        sent = [entry for entry in written if entry[0] == "send"]
+        courts[0].on_tidings(sent[-1][1], json.loads(json.dumps(sent[-1][2])))
+    now = 100.0
+    agents[0].look(members[0])
+    (announced,) = courts[0].announced
+    assert announced.straggler is not None
+    assert (announced.straggler["rank"], announced.straggler["phases"]) == (3, ("data",))
+    assert announced.straggler["conditions"]["cores"] > 0
+    assert announced.lines[0].startswith("rank 3 is 33 % slower than the median (own work 40 ms a step against 30 ms)")
+    (passed_on,) = [entry[1] for entry in written if entry[0] == "announce"]
+    courts[1].on_announced(json.loads(json.dumps(passed_on)))
+    assert courts[1].announced[0].lines == announced.lines
+
+
+def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("phalanx.launch.pace.time.monotonic", lambda: now)
+    monkeypatch.setattr("phalanx.launch.pace._LONG_ENOUGH", 0.0)
+    hearing, pace = Hearing(), Pace(tmp_path)
+    pace.begin(hearing)
+    members: Any = {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in range(2)}
+    latest: dict[int, list[Window]] = {}
+    monkeypatch.setattr("phalanx.status.windows", lambda path: latest[int(path.stem.partition("-")[2])])
+    for turn in range(8):
+        found = steps(5, 20 + 50 * turn, world=2, data=9.0 * (turn % 2 == 0))
+        latest.update({rank: [step[rank] for step in found] for rank in range(2)})
+        now += 10.0
+        pace.look(members)
+    assert [bool(one.lines) for one in hearing.announced] == [True] * 4 + [False] * 4
+    assert [one.straggler["is_over"] for one in hearing.announced if one.straggler] == [False, True] * 4
+
+
+def test_tidings_go_through_a_store(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    store, told = dist.HashStore(), []
+    docket = Docket(store, "attempt/0", 3)
+    clerk = Clerk(True, lambda what, **fields: told.append((what, fields)))
+    sent = Tidings(
+        "b", {2: (window(20), window(30, data=1.0)), 3: ()}, {2: Conditions(0.5, 0.5, 0.5, 0.5, 1, 2, 0.5, 1.0, 2)}
+    )
+    docket.send(1, sent.to_fields())
+    clerk.look(docket)
+    clerk.look(docket)
+    (fields,) = [fields for what, fields in told if what == "tidings"]
+    assert fields["node"] == 1
+    assert Tidings.from_fields(fields["tidings"]) == sent
 
 
 # ---- the machine

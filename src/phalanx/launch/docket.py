@@ -1,4 +1,4 @@
-"""What the nodes write into the store about ranks that stand still, and how the keeper reads it for its agent.
+"""What the nodes write into the store about ranks that stand still or are slow; how a keeper reads it for its agent.
 
 Two counters say whether there is anything new: one for the judge, which hears all nodes, and one for everybody. So a
 node asks the store for two numbers at most as long as all is well.
@@ -52,6 +52,23 @@ class Docket:
         found = {str(node): self._read(f"testimony/{number}/{node}") for node in range(self._nodes)}
         return {node: records for node, records in found.items() if records is not None}
 
+    def send(self, node: int, tidings: Mapping[str, Any]) -> None:
+        """Of the pace of a node's ranks. They are counted before the judge is told that there is something new."""
+        self._store.set(self._key(f"tidings/{node}"), json.dumps(tidings))
+        self._store.add(self._key(f"sent by {node}"), 1)
+        self._store.add(self._key("news for judge"), 1)
+
+    def sent(self, node: int) -> int:
+        """How often."""
+        return self._store.add(self._key(f"sent by {node}"), 0)
+
+    def tidings(self, node: int) -> Any:
+        return self._read(f"tidings/{node}")
+
+    @property
+    def nodes(self) -> range:
+        return range(self._nodes)
+
     def announce(self, announcement: Mapping[str, Any]) -> None:
         number = self._store.add(self._key("announcements"), 1)
         self._write(f"announcement/{number}", announcement, "all")
@@ -68,11 +85,13 @@ class Clerk:
         self._seen = {"judge": 0, "all": 0}
         self._announced = 0
         self._testified: set[tuple[int, str]] = set()
+        self._sent: dict[int, int] = {}
 
     def look(self, docket: Docket) -> None:
         if self._is_judge and self._has_news(docket, "judge"):
             self._tell("reports", reports=docket.reports())
             self._pass_on_testimonies(docket)
+            self._pass_on_tidings(docket)
         if not self._is_judge and self._has_news(docket, "all"):
             self._tell("called", number=docket.called())
             while (announcement := docket.announcement(self._announced + 1)) is not None:
@@ -89,3 +108,10 @@ class Clerk:
             if (number, node) not in self._testified:
                 self._testified.add((number, node))
                 self._tell("testimony", number=number, node=int(node), records=records)
+
+    def _pass_on_tidings(self, docket: Docket) -> None:
+        for node in docket.nodes:
+            sent = docket.sent(node)
+            if sent != self._sent.get(node, 0):
+                self._sent[node] = sent
+                self._tell("tidings", node=node, tidings=docket.tidings(node))

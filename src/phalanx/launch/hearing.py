@@ -16,6 +16,7 @@ from typing import Any
 from phalanx.diagnose import rank_record
 from phalanx.diagnose.patience import Sighting
 from phalanx.diagnose.rank_record import RankRecord
+from phalanx.launch.tidings import Tidings
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Announcement:
     verdict: Mapping[str, Any] | None = None
     """What is kept of it in the run's files; None: it is over."""
     kills: bool = False
+    straggler: Mapping[str, Any] | None = None
+    """If it is not of ranks that stand still, but of one that holds up the others."""
 
 
 class Hearing:
@@ -77,6 +80,13 @@ class Hearing:
         """On all nodes."""
         self.announced.append(announcement)
 
+    def send(self, own: Tidings) -> None:
+        """The pace of this node's ranks, to the judge."""
+
+    def tidings(self) -> list[Tidings] | None:
+        """Of the other nodes, the latest of each; None: there is one that has not sent any yet."""
+        return []
+
 
 class Court(Hearing):
     """Of one attempt on several nodes. What is said goes through the keepers and the store."""
@@ -93,6 +103,7 @@ class Court(Hearing):
         """Of the other nodes, with the time when they came."""
         self._records: dict[tuple[int, int], list[RankRecord]] = {}
         """By inquiry and node."""
+        self._tidings: dict[int, Tidings] = {}
 
     def report(self, own: Report | None) -> None:
         """Only when something has changed: that time passes everybody knows."""
@@ -127,7 +138,17 @@ class Court(Hearing):
         super().announce(announcement)
         self._write("announce", dataclasses.asdict(announcement))
 
+    def send(self, own: Tidings) -> None:
+        self._write("send", self._own, own.to_fields())
+
+    def tidings(self) -> list[Tidings] | None:
+        expected = self._others - set(self._lost)
+        return [self._tidings[node] for node in sorted(expected)] if expected <= self._tidings.keys() else None
+
     # ---- what the keeper hears
+
+    def on_tidings(self, node: int, tidings: Mapping[str, Any]) -> None:
+        self._tidings[node] = Tidings.from_fields(tidings)
 
     def on_reports(self, reports: Mapping[str, Any]) -> None:
         now = time.monotonic()

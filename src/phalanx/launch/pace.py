@@ -1,21 +1,28 @@
-"""The agent's eye on the pace of its ranks: it names a rank that holds up the others, and says when that is over."""
+"""The agent's eye on the pace of its ranks: a rank that holds up the others is named, and it is said when that is over.
+
+With several nodes one of them compares the ranks of all; the others send it what it needs, every few seconds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx import status
 from phalanx.diagnose import conditions, straggler_words
 from phalanx.diagnose.conditions import Conditions, Look
 from phalanx.diagnose.straggler import Judge, Straggler
+from phalanx.launch.hearing import Announcement, Hearing
 from phalanx.launch.member import Member
-from phalanx.launch.record import Record
+from phalanx.launch.tidings import Tidings
+from phalanx.status import Window
 
 _EVERY = 1.0
+_SEND_EVERY = 3.0
 _SAID_AT_MOST = 2
 """Times in a run that the same rank is named on the console; the event file has them all."""
 _LONG_ENOUGH = 0.9
@@ -23,21 +30,24 @@ _LONG_ENOUGH = 0.9
 
 
 class Pace:
-    """Of a run on this node. ``say`` says a line on the console."""
+    """Of a run on this node."""
 
-    def __init__(self, directory: Path, record: Record, say: Callable[[str], None]) -> None:
-        self._directory, self._record, self._say = directory, record, say
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._host = socket.gethostname()
         self._said: Counter[int] = Counter()
-        self.begin()
 
-    def begin(self) -> None:
+    def begin(self, hearing: Hearing) -> None:
         """A new attempt: the ranks count their steps from the start again."""
+        self._hearing = hearing
         self._judge = Judge()
-        self._due = 0.0
+        self._due = self._sent_at = 0.0
         self._looks: dict[int, Look] = {}
-        """Of ranks that may be slow, when that was first seen."""
+        """Of ranks that may be slow, when that was first seen; of all ranks, if another node judges."""
         self._found: dict[int, Straggler] = {}
         """Those whose conditions have not been looked at for long enough."""
+        self._unsent: dict[int, dict[int, Window]] = {}
+        """By rank and step."""
 
     def look(self, members: Mapping[int, Member]) -> None:
         """To be called all the time."""
@@ -47,11 +57,26 @@ class Pace:
         self._due = now + _EVERY
         living = {rank: member.pid for rank, member in members.items() if member.pid and not member.exited}
         windows = {rank: status.windows(status.status_path(self._directory, rank)) for rank in living}
-        for found in self._judge.add(windows):
-            if not found.is_over:
+        if self._hearing.is_judge:
+            self._compare(windows, living)
+        else:
+            self._send(windows, living, now)
+
+    # ---- this node judges
+
+    def _compare(self, windows: Mapping[int, Sequence[Window]], living: Mapping[int, int]) -> None:
+        tidings = self._hearing.tidings()
+        if tidings is None:
+            return  # without the others an own rank would be compared with the wrong ones
+        elsewhere = {rank: found for one in tidings for rank, found in one.windows.items()}
+        for found in self._judge.add({**elsewhere, **windows}):
+            if found.rank in elsewhere:
+                one = next(one for one in tidings if found.rank in one.windows)
+                self._tell(found, one.host, one.conditions.get(found.rank))
+            elif not found.is_over:
                 self._found[found.rank] = found
             elif self._found.pop(found.rank, None) is None:
-                self._tell(found, None)
+                self._tell(found, self._host, None)
         self._look_at_suspects(living)
 
     def _look_at_suspects(self, living: Mapping[int, int]) -> None:
@@ -64,10 +89,9 @@ class Pace:
                 continue
             first = self._looks.setdefault(rank, found)
             if rank in self._found and found.at - first.at >= _LONG_ENOUGH:
-                self._tell(self._found.pop(rank), conditions.between(first, found))
+                self._tell(self._found.pop(rank), self._host, conditions.between(first, found))
 
-    def _tell(self, found: Straggler, under: Conditions | None) -> None:
-        host = self._record.host
+    def _tell(self, found: Straggler, host: str, under: Conditions | None) -> None:
         line = straggler_words.one_line(found, host, under)
         fields = {
             "said": line,
@@ -82,7 +106,22 @@ class Pace:
             "phases": found.lag.phases,
             "conditions": dataclasses.asdict(under) if under is not None else None,
         }
-        self._record.keep_straggler(fields)
-        if self._said[found.rank] < 2 * _SAID_AT_MOST:  # its beginning and its end
-            self._said[found.rank] += 1
-            self._say(line)
+        self._said[found.rank] += 1
+        is_said = self._said[found.rank] <= 2 * _SAID_AT_MOST  # its beginning and its end
+        self._hearing.announce(Announcement((line,) if is_said else (), straggler=fields))
+
+    # ---- another one does
+
+    def _send(self, windows: Mapping[int, Sequence[Window]], living: Mapping[int, int], now: float) -> None:
+        for rank, found in windows.items():
+            self._unsent.setdefault(rank, {}).update((window.updates, window) for window in found)
+        if now < self._sent_at + _SEND_EVERY:
+            return
+        self._sent_at = now
+        looks = {rank: found for rank, pid in living.items() if (found := conditions.look(pid)) is not None}
+        under = {
+            rank: conditions.between(self._looks[rank], found) for rank, found in looks.items() if rank in self._looks
+        }
+        fresh = {rank: tuple(self._unsent[rank].values()) for rank in living}
+        self._hearing.send(Tidings(self._host, fresh, under))
+        self._looks, self._unsent = looks, {}

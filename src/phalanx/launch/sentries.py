@@ -28,7 +28,7 @@ class Sentries:
         self._terms = Terms(spec.stall_after, spec.on_stall == "kill")
         self._directory, self._record, self._voice, self._wake = directory, record, voice, wake
         self._counters = Counters()
-        self._pace = Pace(directory, record, voice.say_one)
+        self._pace = Pace(directory)
         self.standing: Mapping[str, Any] | None = None
         """The verdict on ranks that stand still, as long as they do."""
         self.hang: Mapping[str, Any] | None = None
@@ -37,7 +37,7 @@ class Sentries:
     def begin(self, place: str, hearing: Hearing) -> None:
         """A new attempt. ``place``: the run directory as it is told; ``hearing``: with the other nodes."""
         self.hang = self.standing = None
-        self._pace.begin()
+        self._pace.begin(hearing)
         self._memory = MemoryWatch(self._counters)
         self._stall = StallWatch(self._terms, self._directory, place, hearing, self._wake)
 
@@ -49,7 +49,11 @@ class Sentries:
         if watch.stopping is None and not any(member.error for member in members.values()):
             self._stall.look(members)
         for announcement in self._stall.announced():
-            self._voice.say(list(announcement.lines))
+            if announcement.lines:
+                self._voice.say(announcement.lines)
+            if announcement.straggler is not None:
+                self._record.keep_straggler(announcement.straggler)
+                continue
             self._record.note("stall", verdict=announcement.verdict)
             self.standing = announcement.verdict
             if announcement.kills:

@@ -1,0 +1,49 @@
+"""What a node says of the pace of its ranks to the one that compares those of all nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.diagnose.conditions import Conditions
+from phalanx.status import Window
+
+
+@dataclass(frozen=True)
+class Tidings:
+    """Since the last ones, a few seconds ago."""
+
+    host: str
+    windows: Mapping[int, tuple[Window, ...]]
+    """Of each rank that lives."""
+    conditions: Mapping[int, Conditions]
+    """Under which it worked, as far as that is known."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """For JSON. They are many, so the phases are named once."""
+        phases = next((list(window.seconds) for found in self.windows.values() for window in found), [])
+        return {
+            "host": self.host,
+            "phases": phases,
+            "windows": {
+                rank: [[window.updates, *(round(window.seconds[phase], 6) for phase in phases)] for window in found]
+                for rank, found in self.windows.items()
+            },
+            "conditions": {rank: dataclasses.asdict(found) for rank, found in self.conditions.items()},
+        }
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> Tidings:
+        phases = fields["phases"]
+        return Tidings(
+            fields["host"],
+            {
+                int(rank): tuple(
+                    Window(updates, dict(zip(phases, seconds, strict=True))) for updates, *seconds in found
+                )
+                for rank, found in fields["windows"].items()
+            },
+            {int(rank): Conditions(**found) for rank, found in fields["conditions"].items()},
+        )
