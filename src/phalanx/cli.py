@@ -132,8 +132,9 @@ def _report(arguments: list[str]) -> int:
 
 def _inspect(arguments: list[str]) -> int:
     from phalanx.diagnose import inspect
+    from phalanx.launch.stacks import of_ranks
 
-    return inspect.main(arguments)
+    return inspect.main(arguments, of_ranks)
 
 
 def _version(_: list[str]) -> int:

@@ -112,7 +112,8 @@ late["forward"] = 0.014 * (rank == 2)
 train(3)
 late["forward"] = 0.0
 if rank == 1:
-    seen = subprocess.run([*PHALANX, "inspect", "--seconds", "1"], stdout=subprocess.PIPE, cwd=directory.parents[1])
+    command = [*PHALANX, "inspect", "--seconds", "1", "--stacks"]
+    seen = subprocess.run(command, stdout=subprocess.PIPE, cwd=directory.parents[1])
     (directory / "hanging.txt").write_bytes(seen.stdout)
 train(steps=10)
 if "track" in sys.argv:
@@ -195,7 +196,9 @@ def test_delays_in_data_and_in_compute(script: Any, phalanx: Runner, tmp_path: P
         hanging = (directory / "hanging.txt").read_text().splitlines()
         assert hanging[-1].startswith("no rank has got on within 1 s: ranks 0, 2 wait in "), hanging
         assert "for rank 1 (in " in hanging[-1]
-        assert "train.py:" in hanging[-2], "the line of code"
+        assert any(re.match(r"ranks? 0.* waits? since .*, train.py:\d+$", line) for line in hanging), hanging
+        stack = hanging[hanging.index("rank 1, innermost first:") + 1 : -1]
+        assert any(re.search(r"train.py:\d+ in <module>: seen = subprocess.run", line) for line in stack), stack
         ended = phalanx("inspect", str(directory))
         assert ended.code == 0
         assert "ended with exit code 0" in ended.lines[0]

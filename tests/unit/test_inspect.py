@@ -16,6 +16,7 @@ from phalanx import cli, events, status
 from phalanx.diagnose import inspect, standing
 from phalanx.diagnose.inspect import View
 from phalanx.diagnose.processes import ProcessFacts
+from phalanx.diagnose.stacks import Line, Thread
 from phalanx.diagnose.standing import RankLook, Row, row
 from phalanx.status import Collective, Place, Status, Window, layout
 from phalanx.status.page import StatusPage
@@ -143,6 +144,12 @@ def test_what_is_said_of_a_run_on_several_nodes_and_of_one_that_has_ended() -> N
     assert inspect.lines(ended)[0] == "runs/1 on host a ended with exit code 1 after 62.0 s; so it stood"
     assert "was killed" in inspect.lines(dataclasses.replace(ended, exit_code=None))[0]
     assert "look there" in inspect.lines(dataclasses.replace(ended, exit_code=None, is_here=False))[0]
+    threads = (Thread((Line("/home/ada/train.py", 7, "train", "x = y"),), is_main=True), Thread((), "loader"))
+    stacks = dataclasses.replace(view, stacks={0: threads, 1: ()}, conclusion="so")
+    assert inspect.lines(stacks)[-4:] == [
+        *("rank 0, innermost first:", "  /home/ada/train.py:7 in train: x = y"),
+        *("rank 1: its stack is not known", "so"),
+    ]
     assert len(inspect.as_json(view)["ranks"]) == 2
     json.dumps(inspect.as_json(view))
 

@@ -121,7 +121,7 @@ def test_flags_of_report() -> None:
 
 def test_flags_of_inspect() -> None:
     names = {name for action in inspect._parser()._actions for name in action.option_strings}
-    assert names == {"-h", "--help", "--json", "--seconds"}
+    assert names == {"-h", "--help", "--json", "--seconds", "--stacks"}
 
 
 def test_both_spellings_are_parsed() -> None:

@@ -54,5 +54,10 @@ def _stacks(threads: Sequence[Thread]) -> Iterator[str]:
         yield "its stacks are not known"
     for thread in threads:
         yield f"{'main thread' if thread.is_main else 'thread'} {thread.name}".rstrip() + ", innermost first"
-        for line in thread.lines:
-            yield f"  {line.file}:{line.line} in {line.function}" + f": {line.source}" * bool(line.source)
+        yield from stack_lines(thread)
+
+
+def stack_lines(thread: Thread) -> Iterator[str]:
+    """Innermost first."""
+    for line in thread.lines:
+        yield f"  {line.file}:{line.line} in {line.function}" + f": {line.source}" * bool(line.source)

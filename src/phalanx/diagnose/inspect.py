@@ -8,14 +8,16 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from phalanx import events, status
 from phalanx.diagnose import conditions, processes, standing
+from phalanx.diagnose.dossier import stack_lines
 from phalanx.diagnose.report import shorten_path
+from phalanx.diagnose.stacks import Thread, main_thread
 from phalanx.diagnose.standing import RankLook, Row
 from phalanx.errors import UsageError
 
@@ -50,12 +52,22 @@ class View:
     world_size: int
     rows: tuple[Row, ...]
     conclusion: str
+    stacks: Mapping[int, Sequence[Thread]] = dataclasses.field(default_factory=dict)
+    """Of each rank, if they were asked for."""
 
 
-def main(argv: list[str]) -> int:
+Stacks = Callable[[Mapping[int, int], Path], Mapping[int, Sequence[Thread]]]
+"""From the processes of ranks, and the run directory, to their stacks."""
+
+
+def main(argv: list[str], stacks_of: Stacks) -> int:
     """Entry of ``phalanx inspect``; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    view = inspect(events.find_run(arguments.run), arguments.seconds)
+    directory = events.find_run(arguments.run)
+    view = inspect(directory, arguments.seconds)
+    if arguments.stacks:
+        living = {one.rank: one.pid for one in view.rows if one.is_alive}
+        view = dataclasses.replace(view, stacks=stacks_of(living, directory))
     print(json.dumps(as_json(view), indent=1) if arguments.json else "\n".join(lines(view)))
     return 0
 
@@ -75,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         help="shares and paces are of so many seconds from now (default %(default)g); 0: since the start",
     )
+    parser.add_argument("--stacks", action="store_true", help="also where the main thread of each living rank stands")
     parser.add_argument("--json", action="store_true", help="for programs: an object with a list of ranks")
     return parser
 
@@ -199,7 +212,17 @@ def as_json(view: View) -> dict[str, Any]:
 
 def lines(view: View) -> list[str]:
     """For people."""
-    return [_headline(view), *table(view.rows), *_waits(view.rows), *_elsewhere(view), *filter(None, [view.conclusion])]
+    return [
+        *(_headline(view), *table(view.rows), *_waits(view.rows), *_elsewhere(view), *_stacks(view)),
+        *filter(None, [view.conclusion]),
+    ]
+
+
+def _stacks(view: View) -> Iterator[str]:
+    for rank, threads in sorted(view.stacks.items()):
+        thread = main_thread(threads)
+        yield f"rank {rank}, innermost first:" if thread is not None else f"rank {rank}: its stack is not known"
+        yield from stack_lines(thread) if thread is not None else ()
 
 
 def _headline(view: View) -> str:

@@ -30,6 +30,7 @@ _ANSWER = 0.5
 _LONGEST_ANSWER = 1.0
 _SETTLED = 0.05
 _LONGEST_PY_SPY = 3.0
+_LONGEST_LOOK = 10.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,16 @@ def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thre
             if not found.get(pid) and time.monotonic() < deadline:
                 found[pid] = _by_py_spy(pid)
     return {pid: stacks.with_sources(threads) for pid, threads in found.items()}
+
+
+def of_ranks(pids: Mapping[int, int], directory: Path) -> dict[int, tuple[Thread, ...]]:
+    """Of ranks with these processes, for whoever looks at a run from outside."""
+    wanted = [
+        Wanted(pid, (), status.status_path(directory, rank), status.stacks_path(directory, rank))
+        for rank, pid in pids.items()
+    ]
+    found = stacks_of(wanted, time.monotonic() + _LONGEST_LOOK)
+    return {rank: found.get(pid, ()) for rank, pid in pids.items()}
 
 
 # ---- by the rank itself
