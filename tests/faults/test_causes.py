@@ -135,6 +135,32 @@ def test_killed_by_the_kernel_for_memory(backend: str, little_memory: tuple[str,
     assert all(rank["memory"] > 1 << 20 for rank in job.report["ranks"])
 
 
+UNLUCKY = """
+import os, signal, subprocess, sys, time
+scores = [int(open(f"/proc/{pid}/oom_score_adj").read()) for pid in ("self", os.getppid())]
+print("scores", *scores, flush=True)
+hungry = subprocess.run([sys.executable, "-c", "len(b'1' * (1 << 30))"])
+assert hungry.returncode == -signal.SIGKILL
+os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def test_memory_has_run_out_and_the_zygote_is_gone(little_memory: tuple[str, ...], tmp_path: Path) -> None:
+    """The kernel may take more than one process. Ranks go first; if the zygote goes all the same, it is said why."""
+    job = Job(tmp_path / "job", UNLUCKY, *WITHOUT_TORCH, within=little_memory)
+    outcome = job.end()
+    assert outcome.code == 1
+    assert "was killed by SIGKILL; all workers are ended." in outcome.complaint[0]
+    killed = f"  the kernel has killed 1 process of this run for memory: the limit is {LIMIT_MIB} MiB"
+    assert outcome.complaint[1] == killed
+    assert outcome.complaint[2].startswith("  the limit is that of the control group /")
+    assert job.report["said"] == [line.removeprefix("phalanx: ") for line in outcome.complaint]
+    rank, zygote = map(int, outcome.out.split()[1:])
+    assert zygote == int(Path("/proc/self/oom_score_adj").read_text())
+    assert zygote < rank <= zygote + 100
+
+
 def test_a_loaders_worker_is_killed_for_memory(little_memory: tuple[str, ...], tmp_path: Path) -> None:
     outcome = Job(tmp_path / "job", HUNGRY_LOADER, within=little_memory).end()
     text = shown(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 from phalanx.diagnose.checkup import in_bytes
 from phalanx.events import Ending, OutOfMemory, SharedMemory
@@ -59,6 +60,16 @@ def explanation(ending: Ending) -> list[str]:
                 "mount -o remount,size=8g /dev/shm), or use fewer workers"
             )
     return told
+
+
+def memory_ran_out(kills: int, limit: int, group: str, used: Mapping[int, int]) -> list[str]:
+    """For a run whose launcher has lost its ranks. ``used``: bytes of the ranks that are known to have been killed."""
+    who = ", ".join(f"rank {rank}, which used {in_bytes(memory)}," for rank, memory in sorted(used.items()))
+    who = who or f"{kills} process{'es' * (kills > 1)} of this run"
+    return [
+        f"the kernel has killed {who} for memory: the limit is {in_bytes(limit)}",
+        _more_memory(OutOfMemory(0, None, limit, group)),
+    ]
 
 
 def _killed_for_memory(ending: Ending) -> str:

@@ -92,8 +92,9 @@ class Agent:
             self._record.keep_end(over.exit_code, said=[text])
             return over.exit_code
         except LaunchError as error:
-            self._voice.say([f"{error}"], "cause")
-            self._record.keep_end(1, said=[str(error)])
+            told = [str(error), *(f"  {line}" for line in self._sentries.last_words())]
+            self._voice.say(told, "cause")
+            self._record.keep_end(1, said=told)
             return 1
         finally:
             self._signals.restore()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from phalanx.diagnose.reduction import missing_gradients
 
 _MOMENT = 1.0
+_HANDLER = "torch/utils/data/_utils/signal_handling.py"
 
 
 def hear_no_more_of_loaders() -> None:
@@ -24,6 +26,13 @@ def hear_no_more_of_loaders() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def script_side(error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]) -> Any:
+    """The traceback of the script, also if that handler has raised when the script was over already."""
+    trace = user_side(error.__traceback__)
+    is_late = trace is None or (trace.tb_next is None and trace.tb_frame.f_code.co_filename.endswith(_HANDLER))
+    return user_side(error.__context__.__traceback__) if is_late and error.__context__ is not None else trace
 
 
 def real_reason(error: BaseException) -> BaseException:

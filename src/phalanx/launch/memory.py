@@ -10,11 +10,12 @@ import os
 import re
 import signal
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx import events
 from phalanx.diagnose import oom
+from phalanx.diagnose.signals import memory_ran_out
 from phalanx.launch.member import Member
 
 _EVERY = 1.0
@@ -67,6 +68,14 @@ class MemoryWatch:
             by_size = sorted(suspects, key=lambda pid: self._memory.get(pid, 0), reverse=True)
             chosen = dict.fromkeys(by_size[:kills], 0)
         return [self._explained(ending, chosen) for ending in endings]
+
+    def last_words(self, ranks: Mapping[int, int]) -> list[str]:
+        """When the ranks' own ends cannot be known any more. ``ranks``: pid to rank, of those that were alive."""
+        shortage = oom.shortage(self._looks[0], self._counters.look())
+        if shortage is None:
+            return []
+        used = {ranks[pid]: memory for pid, memory in oom.killed_by_log(ranks).items()}
+        return memory_ran_out(shortage.kills, shortage.limit, shortage.group, used)
 
     def _explained(self, ending: events.Ending, chosen: dict[int, int]) -> events.Ending:
         ending = dataclasses.replace(ending, memory=self._memory.get(ending.pid))

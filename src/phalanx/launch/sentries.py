@@ -29,6 +29,7 @@ class Sentries:
         self._directory, self._record, self._voice, self._wake = directory, record, voice, wake
         self._counters = Counters()
         self._pace = Pace(directory)
+        self._watch: Watch | None = None
         self.standing: Mapping[str, Any] | None = None
         """The verdict on ranks that stand still, as long as they do."""
         self.hang: Mapping[str, Any] | None = None
@@ -43,7 +44,7 @@ class Sentries:
 
     def turn(self, watch: Watch) -> None:
         """To be called in every turn of the loop."""
-        members = watch.members
+        self._watch, members = watch, watch.members
         self._memory.turn(members.values(), time.monotonic())
         self._pace.look(members)
         if watch.stopping is None and not any(member.error for member in members.values()):
@@ -62,6 +63,12 @@ class Sentries:
     def close(self) -> None:
         """All ranks have ended."""
         self._stall.close()
+
+    def last_words(self) -> list[str]:
+        """The launcher has lost its ranks, or never had any: what can be said of their ends all the same."""
+        if self._watch is None:
+            return []
+        return self._memory.last_words({member.pid: rank for rank, member in self._watch.members.items() if member.pid})
 
     def explain(self, endings: Sequence[Ending]) -> list[Ending]:
         """The same, with what is known of their memory."""

@@ -199,9 +199,7 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
     """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
     error = hindsight.real_reason(error)
     status.complete()
-    trace = _user_side(error.__traceback__)
-    if trace is None and error.__context__ is not None:  # raised by a signal's handler when the script was over already
-        trace = _user_side(error.__context__.__traceback__)
+    trace = hindsight.script_side(error, _user_side)
     error.__traceback__ = trace
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

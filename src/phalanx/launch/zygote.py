@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.launch import keeper, orphans, torch_hook, worker
+from phalanx.launch import keeper, orphans, sacrifice, torch_hook, worker
 from phalanx.launch.channel import Channel
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
@@ -163,10 +163,11 @@ class _Zygote:
         if why_exec and spec.start_method == "fork":
             self.channel.send({"event": "cannot fork", "why": why_exec})
             return None
-        parent = os.getpid()
+        parent, surplus = os.getpid(), sacrifice.surplus()
         signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
         pid = os.fork()
         if pid == 0:
+            sacrifice.offer(surplus)
             signal.set_wakeup_fd(-1)
             for number, handler in {**self.handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
                 signal.signal(number, handler)
