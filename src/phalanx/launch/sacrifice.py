@@ -23,7 +23,7 @@ _MOST = 100
 
 @functools.cache
 def surplus() -> int:
-    """In the zygote, before its first fork: what a worker has to add to its score, in thousandths of the memory that binds it."""
+    """In the zygote: what a worker has to add to its score, in thousandths of the memory that binds it."""
     limits = [cgroups.allowance().memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     memory = min(limit for limit in limits if limit is not None)
     return min(_MOST, math.ceil(1000 * (oom.resident(os.getpid()) or 0) / memory))
