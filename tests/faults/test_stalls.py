@@ -216,7 +216,7 @@ if rank == 0:               # a long evaluation on one rank
 dist.barrier()
 if rank == 0:               # a long checkpoint: longer than a rank that works may take otherwise
     with SlowDisk("state.pt", "wb") as file:
-        torch.save([torch.ones(2000) + index for index in range(34)], file)
+        torch.save([torch.ones(2000) + index for index in range(50)], file)
 dist.barrier()
 print("through", flush=True)
 """

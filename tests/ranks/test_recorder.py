@@ -51,6 +51,7 @@ if __name__ == "__main__":
     dist.all_reduce(torch.ones(7, dtype=torch.float64), group=pair)
     train(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10)), rank)
     own = status.status_path(directory(), rank)
+    assert status.ask(own, 5.0)  # of gloo's groups it knows by looking at them
     after = status.to_fields(status.read(own))
     if rank == 1:
         if os.fork() == 0:  # nothing of the rank's page is the child's
