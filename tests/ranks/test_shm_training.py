@@ -104,7 +104,6 @@ def test_ddp_is_equal_to_gloo(ranks: int, run_ranks: RunRanks) -> None:
             assert difference <= limit, f"{name}: {difference}"
 
 
-@pytest.mark.xfail(reason="an open defect: on a loaded machine the replicas can differ", strict=False)
 def test_powersgd_with_several_buckets(run_ranks: RunRanks) -> None:
     """Its callbacks issue collectives and wait for them, while those of other buckets are queued."""
 

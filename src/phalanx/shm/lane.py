@@ -16,6 +16,7 @@ from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -206,6 +207,9 @@ class Lane:
                 self._thread.start()
 
     def _live(self) -> None:
+        # A new thread has as many threads for its arithmetic as there are cores until torch is asked. What a callback
+        # computes would then differ in its last bit from what another rank computes in its main thread.
+        torch.get_num_threads()
         while self._wake.get():
             with self._turn:
                 if self._queue:  # a synchronous call may have caught up already
