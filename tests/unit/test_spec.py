@@ -160,7 +160,10 @@ def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
         (["--on-stall", "panic", "x.py"], ["--on-stall", "panic", "kill"]),
         (["--no-python", "-m", "x.py"], ["--no-python", "--module"]),
         (["--numa_binding=node", "x.py"], ["--numa-binding", "numactl"]),
-        (["--wrong", "x.py"], ["--wrong", "--help"]),
+        (["--wrong", "x.py"], ["--wrong. `", "--help"]),
+        (["-np", "2", "x.py"], ["-np", "Is --nproc-per-node meant?"]),
+        (["--nproc", "2", "x.py"], ["--nproc", "Is --nproc-per-node meant?"]),
+        (["--stall_aftre=2", "x.py"], ["--stall_aftre", "Is --stall-after meant?"]),
         ([], ["script", "--help"]),
     ],
 )
