@@ -72,13 +72,14 @@ void phx_close(phx_group *g)
 
 int phx_run(phx_group *g, const phx_call *call)
 {
+    note_start(g);
     if (group_has_failed(g))
         return PHX_FAILED;
     begin(g, call);
-    return go_on(g);
+    return note_end(g, go_on(g));
 }
 
-int phx_resume(phx_group *g) { return go_on(g); }
+int phx_resume(phx_group *g) { return note_end(g, go_on(g)); }
 
 int phx_is_interrupted(const phx_group *g) { return !has_ended(&g->now); }
 

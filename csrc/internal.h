@@ -35,6 +35,8 @@ struct phx_group {
     uint64_t round;  /* rounds of all collectives before this one */
     collective now;
     phx_failure failure; /* this rank's copy */
+    phx_log *log;        /* may be NULL */
+    double noted;        /* when the collective under way began, if there is a log */
     struct pollfd watched[PHX_MAX_RANKS];
 };
 
@@ -94,6 +96,13 @@ void copy_bytes(void *to, const void *from, uint64_t bytes);
 
 /* The same for a target that will not be read soon. */
 void stream_bytes(void *to, const void *from, uint64_t bytes);
+
+/* ---- record.c */
+
+void note_start(phx_group *g);
+
+/* Takes a collective's result, and returns it. */
+int note_end(phx_group *g, int result);
 
 /* ---- collectives.c */
 

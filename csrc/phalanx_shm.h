@@ -44,7 +44,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PHX_VERSION 1
+#define PHX_VERSION 2
 #define PHX_MAX_RANKS 256
 #define PHX_LINE 64
 
@@ -205,6 +205,43 @@ typedef struct {
 
 typedef struct phx_group phx_group;
 
+/* ---- what a rank notes of itself
+
+ * A ring of its latest collectives, for readers in other processes. The memory is the caller's, and so is the layout of
+ * the page around it (src/phalanx/status/layout.py); times are seconds since 1970. */
+
+typedef struct {
+    _Atomic uint64_t before; /* the note's number, written first ... */
+    uint64_t kind;
+    uint64_t number; /* in its group */
+    uint64_t size;
+    uint64_t peer;
+    uint64_t place;
+    double queued;
+    double started;
+    double ended;
+    _Atomic uint64_t after; /* ... and last */
+    uint64_t unused[2];
+} phx_note;
+
+typedef struct {
+    /* Of the next collective. A note that the ring has already, of a queued one, is only brought up to date. */
+    uint64_t record; /* the note's number */
+    uint64_t kind;
+    uint64_t number;
+    uint64_t size;
+    uint64_t place;
+    /* For all of them. */
+    uint64_t no_peer;
+    uint64_t entries;
+    phx_note *ring;
+    _Atomic double *waited;      /* seconds in collectives, of any thread */
+    double *blocked;             /* the same for each phase, in the thread with the loop ... */
+    const uint64_t *phase;
+    const double *blocked_since; /* ... unless this is not zero: then it is counted otherwise */
+    uint64_t thread;             /* pthread_self() of that thread */
+} phx_log;
+
 /* Bytes of a segment for so many ranks; 0 for a number of ranks that cannot be. */
 PHX_API uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes);
 
@@ -217,6 +254,9 @@ PHX_API phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfd
 
 /* Says that this rank has left. Nothing may run in the group; the segment stays mapped, and is the caller's. */
 PHX_API void phx_close(phx_group *group);
+
+/* From now on what runs in the group is noted; NULL: no longer. */
+PHX_API void phx_keep_log(phx_group *group, phx_log *log);
 
 /* Runs a collective; one at a time in a group. Any result but PHX_INTERRUPTED is the end of it. */
 PHX_API int phx_run(phx_group *group, const phx_call *call);

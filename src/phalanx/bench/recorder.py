@@ -23,7 +23,8 @@ MOST_SHARE = 0.01
 _METHOD = """\
 {repeats} repeats. A turn is a barrier and {calls} calls of all_reduce, or {steps} training steps of an MLP with DDP. It
 lasts from the first rank's start to the last one's end. Times are medians over all turns, with the quartiles; the cost
-is the difference of the medians of each repeat, with the extremes."""
+is what a turn with the recorder takes longer than the one without beside it: the median of each repeat, and of these
+the median and the extremes."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ def measure(settings: Settings) -> Report:
 def parse(argv: Sequence[str]) -> Settings:
     parser = new_parser("recorder", __doc__, repeats=5, timeout=120.0)
     parser.add_argument("--ranks", metavar="A,B", type=counts, default="1,2", help="default %(default)s")
-    parser.add_argument("--calls", metavar="N", type=positive, default=1000, help="of a turn; default %(default)s")
-    parser.add_argument("--steps", metavar="N", type=positive, default=20, help="of a turn; default %(default)s")
+    parser.add_argument("--calls", metavar="N", type=positive, default=200, help="of a turn; default %(default)s")
+    parser.add_argument("--steps", metavar="N", type=positive, default=5, help="of a turn; default %(default)s")
     parser.add_argument("--width", metavar="N", type=positive, default=512, help="of the MLP; default %(default)s")
     parser.add_argument(
         "--seconds", metavar="S", type=seconds, default=6.0, help="for one measurement, about; default %(default)s"
@@ -71,7 +72,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def _line(row: Row) -> list[str]:
-    cost = row.difference(WITH, WITHOUT)
+    cost = row.cost(WITH, WITHOUT)
     assert cost is not None, "both ran in every repeat"
     share = cost.median / row.times[WITHOUT].median
     if "all_reduce" in row.measure:

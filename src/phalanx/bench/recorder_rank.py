@@ -24,6 +24,8 @@ from phalanx.bench.torch_groups import agree, both_groups
 from phalanx.bench.turns import Contender, Turns
 from phalanx.bench.work import mlp, mlp_batch, stepper
 
+_MOST_ROUNDS = 2000
+"""Many short ones: what is looked for is less than what the machine's pace changes by from one second to the next."""
 Order = Mapping[str, int]
 Calls = Sequence[Callable[[], object]]
 Group = Any
@@ -36,7 +38,7 @@ def main(directory: Path) -> None:
     assert status.own() is not None, "phalanx run has made it"
     status.record(False)  # a group of shm notes what it does if there is a page when it is made
     unrecorded = {"shm": dist.new_group(backend="shm"), "gloo": recorded["gloo"]}
-    turns = Turns(dist.barrier, agree, order["seconds"])
+    turns = Turns(dist.barrier, agree, order["seconds"], most_rounds=_MOST_ROUNDS)
     for backend in ("shm", "gloo"):
         for what, make in (("all_reduce of 4 B", _all_reduces), ("DDP step", _steps)):
             turns.measure(f"{what}, {backend}", 0, _contenders(make, order, unrecorded[backend], recorded[backend]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,18 @@ class Row:
     measure: str
     ranks: int
     size: int
-    repeats: Mapping[str, Mapping[int, float]]
-    """Contender to repeat to the median of its turns, in µs."""
+    turns: Mapping[str, Mapping[int, Sequence[float]]]
+    """Contender to repeat to the times of its turns, in µs."""
     times: Mapping[str, Summary]
     """Contender to µs over all turns of all repeats, with the quartiles."""
+
+    @property
+    def repeats(self) -> dict[str, dict[int, float]]:
+        """Contender to repeat to the median of its turns, in µs."""
+        return {
+            name: {repeat: statistics.median(times) for repeat, times in found.items()}
+            for name, found in self.turns.items()
+        }
 
     def ratio(self, over: str, under: str) -> Summary | None:
         """Of the medians of each repeat, for within one all had the same noise around them; with the extremes."""
@@ -29,6 +38,14 @@ class Row:
     def difference(self, of: str, to: str) -> Summary | None:
         """In µs, the same way."""
         return self._compare(of, to, lambda a, b: a - b)
+
+    def cost(self, of: str, to: str) -> Summary | None:
+        """In µs: the median of what two turns differ by that came one after the other, in each repeat. It shows
+        differences that are smaller than what the machine's pace changes by within a repeat."""
+        ones, others = self.turns.get(of, {}), self.turns.get(to, {})
+        return Summary.of(
+            [statistics.median(map(operator.sub, ones[repeat], others[repeat])) for repeat in ones if repeat in others]
+        )
 
     def _compare(self, one: str, other: str, how: Callable[[float, float], float]) -> Summary | None:
         ones, others = self.repeats.get(one, {}), self.repeats.get(other, {})
@@ -45,10 +62,10 @@ def rows(series: Sequence[Series]) -> list[Row]:
 
 
 def _row(measure: str, ranks: int, size: int, group: Mapping[str, Sequence[Series]]) -> Row:
-    repeats, times = {}, {}
+    turns, times = {}, {}
     for contender, found in group.items():
-        repeats[contender] = {each.repeat: statistics.median(each.microseconds) for each in found}
+        turns[contender] = {each.repeat: each.microseconds for each in found}
         summary = Summary.quartiles([time for each in found for time in each.microseconds])
         if summary is not None:
             times[contender] = summary
-    return Row(measure, ranks, size, repeats, times)
+    return Row(measure, ranks, size, turns, times)

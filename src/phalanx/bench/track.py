@@ -23,7 +23,8 @@ _METHOD = """\
 {repeats} repeats. A turn is a barrier and an epoch of {steps} steps. It lasts from the first rank's start to the last
 one's end. With px.track every step is timed, counted and told to the sampler, the heartbeat is written, px.log is
 called, and once a second the ranks tell each other where they stand. Times are medians over all turns, with the
-quartiles; the cost is the difference of the medians of each repeat, with the extremes."""
+quartiles; the cost is what an epoch with px.track takes longer than the one without beside it: the median of each
+repeat, and of these the median and the extremes."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def table(found: Sequence[Row], settings: Settings) -> str:
     ]
     body = []
     for row in found:
-        cost = row.difference(TRACKED, BARE)
+        cost = row.cost(TRACKED, BARE)
         assert cost is not None, "both loops ran in every repeat"
         work = settings.milliseconds if row.measure == "work" else 0.0
         times = [row.times[name].show(settings.steps, 1) for name in (BARE, TRACKED)]

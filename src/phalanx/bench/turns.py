@@ -47,18 +47,24 @@ def calls_of(size: int, order: Mapping[str, Any]) -> int:
 class Turns:
     """Measures on all ranks alike, and keeps this rank's times."""
 
-    def __init__(self, barrier: Callable[[], object], agree: Callable[[int], int], seconds: float) -> None:
+    def __init__(
+        self,
+        barrier: Callable[[], object],
+        agree: Callable[[int], int],
+        seconds: float,
+        most_rounds: int = _MOST_ROUNDS,
+    ) -> None:
         """``agree`` gives every rank the number of the first; ``seconds`` is about what one measurement may take."""
         self._barrier = barrier
         self._agree = agree
-        self._seconds = seconds
+        self._seconds, self._most_rounds = seconds, most_rounds
         self.notes: list[dict[str, Any]] = []
 
     def measure(self, what: str, size: int, contenders: Sequence[Contender]) -> None:
         """All contenders get the same number of turns. Every other round is in reverse order: whoever comes after a
         slow one may find other caches than whoever comes after a fast one."""
         cost = [self._warm_up(contenders) for _ in range(_WARM_UPS)][-1]
-        rounds = self._agree(min(_MOST_ROUNDS, max(_LEAST_ROUNDS, int(self._seconds / cost))))
+        rounds = self._agree(min(self._most_rounds, max(_LEAST_ROUNDS, int(self._seconds / cost))))
         spans: dict[str, list[Span]] = {contender.name: [] for contender in contenders}
         for number in range(rounds):
             for contender in contenders if number % 2 == 0 else reversed(contenders):

@@ -123,7 +123,7 @@ NOT_SUPPORTED = {
     "--duplicate-stderr-filters": "filter rank-N.log in the run directory",
 }
 
-_HABITS = dict.fromkeys(("-n", "-np", "--num-processes", "--num_processes"), "--nproc-per-node")
+_HABITS: dict[str, str] = dict.fromkeys(("-n", "-np", "--num-processes", "--num_processes"), "--nproc-per-node")
 """How other launchers say it."""
 
 _EXAMPLES = """\

@@ -59,18 +59,22 @@ class ShmGroup(dist.ProcessGroup):
         nodes = sort_into_nodes([claim.machine for claim in claims], rank)
         address = rails.LOOPBACK if nodes.count == 1 else rails.own_address(store, [claim.host for claim in claims])
         self._add_gloo(dist.PrefixStore("gloo", store), rank, size, timeout, address)
+        log = None
         if nodes.count == 1:
             segment = Segment(shared, claims, rank, seconds, self._names)
             messages.meet([claim.note for claim in claims], segment.pidfds)
             self._messages: Messages | rails.Letters = messages
             self._collectives: Collectives | AcrossNodes = Collectives(segment, rank, size, seconds)
+            log = self._book.for_the_library()
+            if log is not None:
+                segment.keep(log)
         else:
             from phalanx.shm.across import AcrossNodes
 
             messages.close("the group is on several nodes.")
             self._messages = rails.Letters(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
-        self._lane = Lane(name, self._book.page)
+        self._lane = Lane(name, self._book.page, log)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 

@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from phalanx import status
 from phalanx.errors import UsageError
+from phalanx.shm import native
 from phalanx.status import StatusPage
 from phalanx.status.layout import NO_PEER
 
@@ -149,8 +150,9 @@ class Finished(dist.Work):
 class Lane:
     """The order of a group's collectives."""
 
-    def __init__(self, name: str, page: StatusPage | None) -> None:
-        self._name, self._page = name, page
+    def __init__(self, name: str, page: StatusPage | None, log: native.Log | None = None) -> None:
+        """``log``: by which the C library writes into the page what it runs; without one, it is done here."""
+        self._name, self._page, self._log = name, page, log
         self._number = 0
         """Of the last collective that was asked for."""
         self._turn = threading.RLock()
@@ -170,10 +172,14 @@ class Lane:
     def now(self, kind: int, size: int, run: Callable[..., None], *arguments: Any) -> None:
         """Runs it in this thread, after everything that was asked for before. ``kind`` and ``size``: for the page."""
         self._number = number = self._number + 1
-        entry = 0 if self._page is None else self._page.begin(kind, number, size, True, NO_PEER, _OWN_FRAMES)
+        page, log, entry = self._page, self._log, 0
+        if page is not None and log is None:
+            entry = page.begin(kind, number, size, True, NO_PEER, _OWN_FRAMES)
         with self._turn:
             if self._queue and self._calling_back is None:
                 self._catch_up()
+            if page is not None and log is not None:
+                entry = page.announce(log, kind, number, size, _OWN_FRAMES)
             self._run(entry, run, *arguments)
 
     def later(self, kind: int, size: int, run: Callable[[], None], result: list[Tensor]) -> Work:
@@ -221,7 +227,9 @@ class Lane:
 
     def _perform(self, run: Callable[[], None], work: Work, entry: int) -> None:
         error = None
-        if self._page is not None:
+        if self._log is not None:
+            self._log.record = entry
+        elif self._page is not None:
             self._page.start(entry)
         try:
             self._run(entry, run)
@@ -251,5 +259,5 @@ class Lane:
             self.count += 1
             seconds = time.perf_counter() - started
             self.seconds += seconds
-            if self._page is not None:
+            if self._page is not None and (self._log is None or has_failed):
                 self._page.end(entry, seconds, has_failed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx import status
+from phalanx.shm import native
 from phalanx.status import layout
 
 _OTHER = layout.DTYPES.index("other")
@@ -28,6 +30,26 @@ class Logbook(dict[tuple[int, torch.dtype | None], int]):
         code = 0 if dtype is None else _DTYPES.get(dtype, _OTHER)
         self[key] = kind = layout.kind_of(self._group, op, code)
         return kind
+
+    def for_the_library(self) -> native.Log | None:
+        """With this, the C library writes the page itself while a collective runs."""
+        if self.page is None:
+            return None
+        memory = ctypes.addressof(ctypes.c_char.from_buffer(self.page.memory))
+
+        def at(word: int) -> int:
+            return memory + word * layout.WORD
+
+        return native.Log(
+            no_peer=layout.NO_PEER,
+            entries=layout.RING_ENTRIES,
+            ring=at(layout.RING),
+            waited=at(layout.WAITED),
+            blocked=at(layout.BLOCKED),
+            phase=at(layout.LOOP + 1),
+            blocked_since=at(layout.BLOCKED_SINCE),
+            thread=self.page.thread,
+        )
 
     def waiting(self, op: int, tensor: Tensor, peer: int | None) -> AbstractContextManager[None]:
         """While a message is waited for."""

@@ -13,7 +13,7 @@ LIBRARY = Path(__file__).with_name("libphalanx_shm.so")
 WHY_NOT = Path(__file__).with_name("not_built.txt")
 """Written by setup.py when there was no compiler, or it failed."""
 
-VERSION = 1
+VERSION = 2
 MAX_RANKS = 256
 
 OK, INTERRUPTED, FAILED = range(3)
@@ -86,11 +86,32 @@ class Failure(Structure):
         return [rank for rank in range(MAX_RANKS) if self.missing[rank // 64] >> (rank % 64) & 1]
 
 
+class Log(Structure):
+    """phx_log."""
+
+    _fields_ = (
+        ("record", c_uint64),
+        ("kind", c_uint64),
+        ("number", c_uint64),
+        ("size", c_uint64),
+        ("place", c_uint64),
+        ("no_peer", c_uint64),
+        ("entries", c_uint64),
+        ("ring", c_void_p),
+        ("waited", c_void_p),
+        ("blocked", c_void_p),
+        ("phase", c_void_p),
+        ("blocked_since", c_void_p),
+        ("thread", c_uint64),
+    )
+
+
 _PROTOTYPES = {
     "phx_segment_bytes": (c_uint64, [c_int, c_uint64]),
     "phx_format": (None, [c_void_p, c_int, c_uint64]),
     "phx_open": (c_void_p, [c_void_p, c_int, c_int, POINTER(c_int)]),
     "phx_close": (None, [c_void_p]),
+    "phx_keep_log": (None, [c_void_p, POINTER(Log)]),
     "phx_run": (c_int, [c_void_p, c_void_p]),
     "phx_resume": (c_int, [c_void_p]),
     "phx_is_interrupted": (c_int, [c_void_p]),

@@ -17,6 +17,7 @@ from pathlib import Path
 from sys import _getframe
 from time import time
 from types import CodeType, FrameType
+from typing import Any
 
 from phalanx.status import layout
 from phalanx.status.layout import (
@@ -27,13 +28,13 @@ from phalanx.status.layout import (
     NO_PLACE,
     RING,
     RING_ENTRIES,
+    WAITED,
     WORD,
     runs_of,
 )
 from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
-_WAITED = layout.WAITED
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _HERE = str(Path(__file__).parent.parent) + os.sep
@@ -62,23 +63,21 @@ class StatusPage:
         try:
             # A store into memory that a full disk cannot hold would kill us, so its blocks are taken now.
             (os.posix_fallocate if hasattr(os, "posix_fallocate") else _lengthen)(fd, 0, layout.PAGE_BYTES)
-            self._page = mmap.mmap(fd, layout.PAGE_BYTES)
+            self.memory = mmap.mmap(fd, layout.PAGE_BYTES)
         finally:
             os.close(fd)
-        self._page[:] = bytes(layout.PAGE_BYTES)  # an earlier attempt's, which somebody may have mapped
-        whole = memoryview(self._page)
+        self.memory[:] = bytes(layout.PAGE_BYTES)  # an earlier attempt's, which somebody may have mapped
+        whole = memoryview(self.memory)
         self._words, self._doubles = whole.cast("Q"), whole.cast("d")
         self._phase = layout.STARTED
         self._since = time()
         self._beats = self._epoch = self._step = self._samples = self._updates = 0
         self._groups: dict[str, int] = {}
         self._recorded = self._writes = 0
-        self._waited = 0.0
-        self._thread = get_ident()  # the one that makes it is the one with the loop
+        self.thread = get_ident()  # the one that makes it is the one with the loop
         self._blocked_since = 0.0
         """Since when it waits for other ranks otherwise than in a collective of its own."""
-        self._blocked = [0.0] * len(layout.PHASES)
-        self._cutter = Cutter(self._page)
+        self._cutter = Cutter(self.memory)
         self._places: dict[tuple[int, int], int] = {}
         self._slots: dict[tuple[str, int, str], int] = {}
         self._next_slot = itertools.count()
@@ -89,7 +88,7 @@ class StatusPage:
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
             self._words[word] = value
         self._doubles[5] = self._since
-        self._page[: len(layout.MAGIC)] = layout.MAGIC
+        self.memory[: len(layout.MAGIC)] = layout.MAGIC
 
     # ---- the loop
 
@@ -97,7 +96,6 @@ class StatusPage:
         """This rank is in this phase from now on; returns the one before."""
         before, now = self._phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
-        self._doubles[BLOCKED + before] = self._blocked[before]
         self._phase, self._since = phase, now
         self._write_loop()
         return before
@@ -113,7 +111,7 @@ class StatusPage:
         self.enter(then)
         if self._updates == self._cutter.due:
             doubles = self._doubles
-            own = tuple(doubles[layout.SECONDS + phase] - self._blocked[phase] for phase in layout.OWN)
+            own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
             self._cutter.cut(own, self._since)
 
     @property
@@ -122,22 +120,21 @@ class StatusPage:
 
     def block(self) -> bool:
         """From now on this thread waits for other ranks. False: it is not the loop's, or it was known already."""
-        if self._blocked_since or get_ident() != self._thread:
+        if self._blocked_since or get_ident() != self.thread:
             return False
         self._blocked_since = self._doubles[BLOCKED_SINCE] = time()
         return True
 
     def unblock(self) -> None:
         """It does no longer, if it did."""
-        if self._blocked_since and get_ident() == self._thread:
-            self._blocked[self._phase] += time() - self._blocked_since
-            self._doubles[BLOCKED + self._phase] = self._blocked[self._phase]
+        if self._blocked_since and get_ident() == self.thread:
+            self._doubles[BLOCKED + self._phase] += time() - self._blocked_since
             self._blocked_since = self._doubles[BLOCKED_SINCE] = 0.0
 
     def _write_loop(self) -> None:
         self._beats = beats = self._beats + 1
         phase, epoch, step, samples = self._phase, self._epoch, self._step, self._samples
-        _pack_loop(self._page, _LOOP_AT, beats, phase, beats, epoch, step, samples, self._updates, self._since, beats)
+        _pack_loop(self.memory, _LOOP_AT, beats, phase, beats, epoch, step, samples, self._updates, self._since, beats)
 
     # ---- groups
 
@@ -150,7 +147,7 @@ class StatusPage:
         self._writes += 1
         # One more than the numbers: zero says that the flight recorder does not see this group.
         layout.GROUP_RECORD.pack_into(
-            *(self._page, (layout.GROUP + slot * layout.GROUP_WORDS) * WORD, self._writes),
+            *(self.memory, (layout.GROUP + slot * layout.GROUP_WORDS) * WORD, self._writes),
             *(name.encode()[-layout.NAME_BYTES :], _shortened(ranks).encode()[: layout.RANKS_BYTES]),
             *(0 if enqueued is None else enqueued + 1, 0 if completed is None else completed + 1, self._writes),
         )
@@ -172,33 +169,42 @@ class StatusPage:
         """
         now = time()
         self._recorded = entry = self._recorded + 1
+        place = self._here(own_frames + 1)
+        at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
+        _pack_entry(
+            self.memory, at, entry, kind, number, size, peer, place, now, now if is_running else 0.0, 0.0, entry
+        )
+        return entry
+
+    def announce(self, log: Any, kind: int, number: int, size: int, own_frames: int) -> int:
+        """The same for one that the C library runs next. It has the log (csrc/phalanx_shm.h), and
+        notes the start and the end itself."""
         try:
-            frame = _getframe(own_frames)
-        except ValueError:  # there are fewer: a thread of C++ calls us
+            frame = _getframe(own_frames)  # as in `_here`
+        except ValueError:
             frame = _getframe(1)
         place = self._places.get((id(frame.f_code), frame.f_lasti))
-        if place is None:
-            place = self._place(frame)
-        at = _RING_AT + entry % RING_ENTRIES * _ENTRY_BYTES
-        _pack_entry(self._page, at, entry, kind, number, size, peer, place, now, now if is_running else 0.0, 0.0, entry)
+        self._recorded = log.record = entry = self._recorded + 1
+        log.kind, log.number, log.size = kind, number, size
+        log.place = self._place(frame) if place is None else place
         return entry
 
     def start(self, entry: int) -> None:
         """It was queued until now."""
-        if self._recorded - entry < RING_ENTRIES:  # later ones may have taken its place
-            self._doubles[RING + entry % RING_ENTRIES * ENTRY_WORDS + 7] = time()
+        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
+        if self._words[at] == entry:  # later ones may have taken its place
+            self._doubles[at + 7] = time()
 
     def end(self, entry: int, seconds: float, has_failed: bool = False) -> None:
         """``seconds``: that it took, with the waiting for other ranks."""
-        if self._recorded - entry < RING_ENTRIES:
-            at = RING + entry % RING_ENTRIES * ENTRY_WORDS
+        at = RING + entry % RING_ENTRIES * ENTRY_WORDS
+        if self._words[at] == entry:
             if has_failed:
                 self._words[at + 1] |= 1
             self._doubles[at + 8] = time()
-        if get_ident() == self._thread and not self._blocked_since:
-            self._blocked[self._phase] += seconds
-        self._waited = waited = self._waited + seconds
-        self._doubles[_WAITED] = waited
+        if get_ident() == self.thread and not self._blocked_since:
+            self._doubles[BLOCKED + self._phase] += seconds
+        self._doubles[WAITED] += seconds
 
     def fly(self, index: int, seen: Flight | None) -> None:
         """One of the latest collectives of the flight recorder; None: there are no more."""
@@ -209,7 +215,7 @@ class StatusPage:
         self._writes += 1
         place = NO_PLACE if seen.place is None else self._slot_of(*seen.place)
         _pack_entry(
-            *(self._page, at * WORD, self._writes, seen.kind, seen.number, seen.size, seen.peer, place),
+            *(self.memory, at * WORD, self._writes, seen.kind, seen.number, seen.size, seen.peer, place),
             *(seen.queued_at, seen.started_at, seen.ended_at, self._writes),
         )
 
@@ -230,6 +236,15 @@ class StatusPage:
         self._words[layout.STACKS_ANSWERED] = self._words[layout.STACKS_ASKED]
 
     # ---- places in the user's code
+
+    def _here(self, own_frames: int) -> int:
+        """The number of the line that asks."""
+        try:
+            frame = _getframe(own_frames)
+        except ValueError:  # there are fewer: a thread of C++ calls us
+            frame = _getframe(1)
+        place = self._places.get((id(frame.f_code), frame.f_lasti))
+        return self._place(frame) if place is None else place
 
     def never_users(self, directories: Sequence[str]) -> None:
         """Code below these is not the user's."""
@@ -281,7 +296,7 @@ class StatusPage:
             text = f"{line}\0{function[-60:]}\0{file[-150:]}".encode()[: (layout.PLACE_WORDS - 1) * WORD]
             at = layout.PLACE + slot * layout.PLACE_WORDS
             start = (at + 1) * WORD
-            self._page[start : start + len(text)] = text
+            self.memory[start : start + len(text)] = text
             self._words[at] = len(text)
         return slot
 
