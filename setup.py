@@ -42,6 +42,19 @@ class BuildLibrary(build_ext):
             note.write_text(f"it could not be compiled ({str(error).strip().splitlines()[-1]})\n")
             print(f"phalanx: the C library was left out: {error}")
 
+    def copy_extensions_to_source(self) -> None:
+        """For `pip install -e`: what was built, or the reason why it was not."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name))
+            source = Path("src", self.get_ext_filename(ext.name))
+            note, copied = (path.with_name("not_built.txt") for path in (built, source))
+            if note.exists():
+                source.unlink(missing_ok=True)  # of an earlier build
+                self.copy_file(str(note), str(copied))
+            else:
+                copied.unlink(missing_ok=True)
+
 
 class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
@@ -49,6 +62,6 @@ class Wheel(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension(NAME, SOURCES, depends=HEADERS, extra_compile_args=FLAGS, language="c")],
+    ext_modules=[Extension(NAME, SOURCES, depends=HEADERS, extra_compile_args=FLAGS, language="c", optional=True)],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": Wheel},
 )

@@ -34,10 +34,12 @@ def test_turns_are_compared_with_the_ones_beside_them() -> None:
 
 
 def test_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--ranks", "2", "--repeats", "1", "--calls", "5", "--steps", "2", "--width", "16", "--seconds", "0.1"]
+    flags = ["--ranks", "2", "--repeats", "1", "--calls", "5", "--widths", "16", "--seconds", "0.1"]
     assert bench.main(["recorder", *flags, "--out", str(tmp_path)]) == 0
     (page,) = tmp_path.glob("recorder-*.md")
     text = page.read_text()
-    lines = [f"| 2     | {what}, {by}" for what in ("all_reduce of 4 B", "DDP step") for by in ("shm", "gloo")]
+    lines = [
+        f"| 2     | {what}, {by}" for what in ("all_reduce of 4 B", "DDP step, width 16") for by in ("shm", "gloo")
+    ]
     assert all(line in text for line in lines)
     assert "bench: 1/1 recorder, 2 ranks, repeat 1 of 1" in capsys.readouterr().err

@@ -21,8 +21,8 @@ MOST_MICROSECONDS = 2.0
 MOST_SHARE = 0.01
 
 _METHOD = """\
-{repeats} repeats. A turn is a barrier and {calls} calls of all_reduce, or {steps} training steps of an MLP with DDP. It
-lasts from the first rank's start to the last one's end. Times are medians over all turns, with the quartiles; the cost
+{repeats} repeats. A turn is a barrier and {calls} calls of all_reduce, or a training step of an MLP with DDP. It lasts
+from the first rank's start to the last one's end. Times are medians over all turns, with the quartiles; the cost
 is what a turn with the recorder takes longer than the one without beside it: the median of each repeat, and of these
 the median and the extremes."""
 
@@ -33,15 +33,14 @@ class Settings(CommonSettings):
 
     ranks: tuple[int, ...]
     calls: int
-    steps: int
-    width: int
+    widths: tuple[int, ...]
     seconds: float
 
 
 def measure(settings: Settings) -> Report:
     described = machine.describe()
     series = [each for found in take(list(plan(settings))) for each in found]
-    method = _METHOD.format(repeats=settings.repeats, calls=settings.calls, steps=settings.steps)
+    method = _METHOD.format(repeats=settings.repeats, calls=settings.calls)
     return Report("recorder", "What the recorder costs", described, settings, series, method, table(rows(series)))
 
 
@@ -49,8 +48,9 @@ def parse(argv: Sequence[str]) -> Settings:
     parser = new_parser("recorder", __doc__, repeats=5, timeout=120.0)
     parser.add_argument("--ranks", metavar="A,B", type=counts, default="1,2", help="default %(default)s")
     parser.add_argument("--calls", metavar="N", type=positive, default=200, help="of a turn; default %(default)s")
-    parser.add_argument("--steps", metavar="N", type=positive, default=5, help="of a turn; default %(default)s")
-    parser.add_argument("--width", metavar="N", type=positive, default=512, help="of the MLP; default %(default)s")
+    parser.add_argument(
+        "--widths", metavar="A,B", type=counts, default="512,2048", help="of the MLPs; default %(default)s"
+    )
     parser.add_argument(
         "--seconds", metavar="S", type=seconds, default=6.0, help="for one measurement, about; default %(default)s"
     )
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> Settings:
 
 
 def plan(settings: Settings) -> Iterator[Job]:
-    order = {name: getattr(settings, name) for name in ("calls", "steps", "width", "seconds")}
+    order = {name: getattr(settings, name) for name in ("calls", "widths", "seconds")}
     for repeat in range(settings.repeats):
         for ranks in settings.ranks:
             yield Job(

@@ -59,22 +59,21 @@ class ShmGroup(dist.ProcessGroup):
         nodes = sort_into_nodes([claim.machine for claim in claims], rank)
         address = rails.LOOPBACK if nodes.count == 1 else rails.own_address(store, [claim.host for claim in claims])
         self._add_gloo(dist.PrefixStore("gloo", store), rank, size, timeout, address)
-        log = None
+        self._log = None
         if nodes.count == 1:
             segment = Segment(shared, claims, rank, seconds, self._names)
             messages.meet([claim.note for claim in claims], segment.pidfds)
             self._messages: Messages | rails.Letters = messages
             self._collectives: Collectives | AcrossNodes = Collectives(segment, rank, size, seconds)
-            log = self._book.for_the_library()
-            if log is not None:
-                segment.keep(log)
+            self._log = self._book.for_the_library()
+            segment.keep(self._log)
         else:
             from phalanx.shm.across import AcrossNodes
 
             messages.close("the group is on several nodes.")
             self._messages = rails.Letters(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
-        self._lane = Lane(name, self._book.page, log)
+        self._lane = Lane(name, self._book.page, self._log)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
@@ -269,6 +268,12 @@ class ShmGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._names.timeout = timeout.total_seconds()
         self._collectives.set_timeout(timeout.total_seconds())
+
+    def record(self, on: bool) -> None:
+        """Off, it notes nothing in the rank's page. For measuring what that costs; nothing may run meanwhile."""
+        self._lane.page, self._lane.log = (self._book.page, self._log) if on else (None, None)
+        if isinstance(self._collectives, Collectives):
+            self._collectives.keep(self._lane.log)
 
     def shutdown(self) -> None:
         """Leaves the group, when what was asked for is done."""

@@ -51,6 +51,9 @@ class Collectives:
         finally:
             self._timeout_ns = usual
 
+    def keep(self, log: native.Log | None) -> None:
+        self._segment.keep(log)
+
     def abort(self) -> None:
         self._segment.abort()
 

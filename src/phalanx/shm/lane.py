@@ -152,7 +152,7 @@ class Lane:
 
     def __init__(self, name: str, page: StatusPage | None, log: native.Log | None = None) -> None:
         """``log``: by which the C library writes into the page what it runs; without one, it is done here."""
-        self._name, self._page, self._log = name, page, log
+        self._name, self.page, self.log = name, page, log
         self._number = 0
         """Of the last collective that was asked for."""
         self._turn = threading.RLock()
@@ -172,7 +172,7 @@ class Lane:
     def now(self, kind: int, size: int, run: Callable[..., None], *arguments: Any) -> None:
         """Runs it in this thread, after everything that was asked for before. ``kind`` and ``size``: for the page."""
         self._number = number = self._number + 1
-        page, log, entry = self._page, self._log, 0
+        page, log, entry = self.page, self.log, 0
         if page is not None and log is None:
             entry = page.begin(kind, number, size, True, NO_PEER, _OWN_FRAMES)
         with self._turn:
@@ -185,7 +185,7 @@ class Lane:
     def later(self, kind: int, size: int, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Runs it in the lane's thread."""
         self._number = number = self._number + 1
-        entry = 0 if self._page is None else self._page.begin(kind, number, size, False, NO_PEER, _OWN_FRAMES)
+        entry = 0 if self.page is None else self.page.begin(kind, number, size, False, NO_PEER, _OWN_FRAMES)
         work = Work(result)
         if sum(tensor.numel() for tensor in result) <= _SMALL:
             self._recent.append(work)
@@ -227,10 +227,10 @@ class Lane:
 
     def _perform(self, run: Callable[[], None], work: Work, entry: int) -> None:
         error = None
-        if self._log is not None:
-            self._log.record = entry
-        elif self._page is not None:
-            self._page.start(entry)
+        if self.log is not None:
+            self.log.record = entry
+        elif self.page is not None:
+            self.page.start(entry)
         try:
             self._run(entry, run)
         except Exception as raised:  # noqa: BLE001 (whoever waits for the work raises it)
@@ -259,5 +259,5 @@ class Lane:
             self.count += 1
             seconds = time.perf_counter() - started
             self.seconds += seconds
-            if self._page is not None and (self._log is None or has_failed):
-                self._page.end(entry, seconds, has_failed)
+            if self.page is not None and (self.log is None or has_failed):
+                self.page.end(entry, seconds, has_failed)

@@ -80,10 +80,10 @@ class Segment:
         self._memory = mmap.mmap(fd, self._bytes)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
-    def keep(self, log: native.Log) -> None:
-        """From now on what runs here is noted in the page that this log tells of."""
+    def keep(self, log: native.Log | None) -> None:
+        """From now on what runs here is noted in the page that this log tells of, if there is one."""
         self._log = log  # as long as the handle, which refers to it
-        self._lib.phx_keep_log(self.handle, ctypes.byref(log))
+        self._lib.phx_keep_log(self.handle, None if log is None else ctypes.byref(log))
 
     def run(self, call: native.Call) -> None:
         """Runs a collective to its end. A signal is dealt with as anywhere in Python, and may end it by raising."""
