@@ -43,7 +43,7 @@ def call(number: int = 812, op: str = "all_reduce", state: str = "running", plac
 
 def page(rank: int, collectives: Sequence[Collective], ranks: int, **more) -> Status:
     known = {"phase": "backward", "epoch": 0, "step": 203, "samples": 0, "updates": 203, "beats": 9, "ended": 9}
-    known |= {"since": 0.0, "waited": 0.0, "looks": 0, "looks_waiting": 0, "seconds": {}}
+    known |= {"since": 0.0, "waited": 0.0, "seconds": {}}
     known |= {"groups": (Group("0", tuple(range(ranks)), None, None),), **more}
     return Status(pid=100 + rank, rank=rank, world_size=ranks, started_at=0.0, collectives=tuple(collectives), **known)
 

@@ -35,7 +35,7 @@ def seconds(**given: float) -> dict[str, float]:
 
 def look(at: float = NOW, rank: int = 0, is_alive: bool = True, cpu: float = 0.0, **fields: object) -> RankLook:
     plain = Status(
-        *(4711 + rank, rank, 3, NOW - 100, "forward", at, 0, 0, 0, 0, 0, 0, 0.0, 0, 0, seconds(), (), ()),
+        *(4711 + rank, rank, 3, NOW - 100, "forward", at, 0, 0, 0, 0, 0, 0, 0.0, seconds(), (), ()),
         blocked=seconds(),
     )
     return RankLook(at, dataclasses.replace(plain, **fields), OWN if is_alive else None, cpu)

@@ -117,7 +117,6 @@ def test_the_flight_recorders(path: Path) -> None:
         "train.py:12",
     )
     page.group("2", range(4), enqueued=7, completed=6)
-    page.looked(is_running=True)
     assert found_at(path).progress == before, "looking is not progress"
     page.group("2", range(4), enqueued=7, completed=7)
     page.fly(0, None)
@@ -226,7 +225,6 @@ def test_the_pulse_beats_with_progress_alone(path: Path) -> None:
         assert (status.pulse(path) != before) == (found_at(path).progress != progress)
         return status.pulse(path) != before
 
-    assert not beats(lambda: page.looked(True))
     assert not beats(lambda: page.group("0", [0, 1], enqueued=5, completed=3))
     assert not beats(lambda: all_reduce(page, group, 2))
     assert not beats(page.answer)

@@ -10,7 +10,6 @@ record where both are equal and that is still the same when it looks again.
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
 | 24   | seconds in each phase so far, and in collectives that we record ourselves         |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
-| 42   | looks at torch's flight recorder, and how many of them found a collective running |
 | 44   | asked, answered: the same for the stacks of all threads                           |
 | 46   | seconds of these in which the loop waited for other ranks; since when it does now |
 | 64   | groups: name, ranks, and how far the flight recorder has seen them                |
@@ -26,7 +25,7 @@ from collections.abc import Sequence
 from struct import Struct
 
 MAGIC = b"phx-stat"
-VERSION = 2
+VERSION = 3
 WORD = 8
 PAGE_WORDS = 2048
 PAGE_BYTES = PAGE_WORDS * WORD
@@ -35,7 +34,7 @@ WHO = 0
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
 """A number, the phase, how often it has been written, epoch, step, samples, optimizer steps, since when, the number."""
 SECONDS = 24
-ASKED, ANSWERED, LOOKS, LOOKS_WAITING = 40, 41, 42, 43
+ASKED, ANSWERED = 40, 41
 STACKS_ASKED, STACKS_ANSWERED = 44, 45
 GROUP, GROUPS, GROUP_WORDS = 64, 16, 20
 NAME_BYTES, RANKS_BYTES = 24, 104

@@ -153,11 +153,6 @@ class StatusPage:
         )
         return slot
 
-    def looked(self, is_running: bool) -> None:
-        """At the flight recorder: a share of these looks is a share of the time."""
-        self._words[layout.LOOKS] += 1
-        self._words[layout.LOOKS_WAITING] += is_running
-
     # ---- collectives
 
     def begin(

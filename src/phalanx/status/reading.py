@@ -90,9 +90,6 @@ class Status:
     """Grows with the collectives that have ended, on shm; for other backends, see groups."""
     waited: float
     """Seconds in those."""
-    looks: int
-    """At the flight recorder, evenly in time, and how many found a collective running."""
-    looks_waiting: int
     seconds: Mapping[str, float]
     """In each phase, up to the beginning of this one."""
     groups: tuple[Group, ...]
@@ -229,7 +226,7 @@ def _parsed(page: _Page, again: _Page) -> Status:
     return Status(
         *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
         *(epoch, step, samples, updates, beats, ended, page.doubles[layout.WAITED]),
-        *(page.words[layout.LOOKS], page.words[layout.LOOKS_WAITING], seconds, tuple(groups.values())),
+        *(seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
         *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
     )
