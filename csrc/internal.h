@@ -36,7 +36,7 @@ struct phx_group {
     collective now;
     phx_failure failure; /* this rank's copy */
     phx_log *log;        /* may be NULL */
-    double noted;        /* when the collective under way began, if there is a log */
+    uint64_t noted;      /* when the collective under way began, if there is a log; as `deadline` */
     struct pollfd watched[PHX_MAX_RANKS];
 };
 

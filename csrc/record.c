@@ -38,7 +38,8 @@ void note_start(phx_group *g)
         return;
     phx_note *note = note_of(log);
     uint64_t there = atomic_load_explicit(&note->before, memory_order_relaxed);
-    double now = g->noted = wall_clock();
+    double now = wall_clock();
+    g->noted = now_ns(); /* the other clock may be set meanwhile */
     if (there < log->record) {
         write_note(note, log, now);
     } else if (there == log->record) { /* it was queued, or is a call of several */
@@ -53,10 +54,10 @@ int note_end(phx_group *g, int result)
     const phx_log *log = g->log;
     if (!log || result != PHX_OK) /* of a failure the caller knows more */
         return result;
-    double now = wall_clock(), seconds = now - g->noted;
+    double seconds = (double)(now_ns() - g->noted) * 1e-9;
     phx_note *note = note_of(log);
     if (atomic_load_explicit(&note->before, memory_order_relaxed) == log->record)
-        note->ended = now;
+        note->ended = wall_clock();
     if ((uint64_t)pthread_self() == log->thread && *log->blocked_since == 0.0)
         log->blocked[*log->phase] += seconds;
     double before = atomic_load_explicit(log->waited, memory_order_relaxed);

@@ -39,8 +39,7 @@ def _noted(plain: Callable[..., None]) -> Callable[..., None]:
     def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         plain(self, *args, **kwargs)
         if status.own() is not None:
-            # The first one is what everything else is computed from, so no backward leaves it out. Not a hook for
-            # after the accumulation: with one, a step through two ranks took a third longer.
+            # The first one is what everything else is computed from, so no backward leaves it out.
             first = next((parameter for parameter in self.module.parameters() if parameter.requires_grad), None)
             if first is not None:
                 first.register_hook(_ask)

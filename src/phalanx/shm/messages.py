@@ -87,9 +87,10 @@ class _Traffic:
         self._wanted: list[Message] = []
         self._early: list[tuple[int, int, int, bytearray]] = []
         """Read because they stood before a wanted one: source, tag, type, bytes."""
-        self._loop = asyncio.new_event_loop()
+        self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._live, name=f"phalanx-messages-{names.group}", daemon=True)
         self._thread.start()
+        self._has_begun.wait()
 
     def add(self, message: Message) -> None:
         self._loop.call_soon_threadsafe(self._receive if message.received else self._send, message)
@@ -100,6 +101,9 @@ class _Traffic:
             self._thread.join()
 
     def _live(self) -> None:
+        # Made here, where no Ctrl-C is raised: a loop that is half made says so when it goes.
+        self._loop = asyncio.new_event_loop()
+        self._has_begun.set()
         self._loop.add_reader(self._listener, self._accept)
         for rank, fd in self._watches.items():
             self._loop.add_reader(fd, self._died, rank)
