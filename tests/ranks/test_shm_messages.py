@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +35,24 @@ def test_receives_may_be_asked_for_long_before_anybody_sends(run_ranks: RunRanks
         return [got[source].unique().tolist() for source in others]
 
     assert run_ranks(check, 3, backend="shm") == [[[10.0], [20.0]], [[1.0], [21.0]], [[2.0], [12.0]]]
+
+
+def test_the_event_loop_is_made_where_no_signal_is_heard(run_ranks: RunRanks) -> None:
+    """A Ctrl-C while it is half made would leave a complaint of asyncio behind."""
+
+    def check(world: World) -> list[bool]:
+        makers = []
+        plain = asyncio.new_event_loop
+
+        def make() -> asyncio.AbstractEventLoop:
+            makers.append(threading.current_thread() is threading.main_thread())
+            return plain()
+
+        asyncio.new_event_loop = make
+        (dist.send if world.rank == 0 else dist.recv)(torch.ones(1), 1 - world.rank)
+        return makers
+
+    assert run_ranks(check, 2, backend="shm") == [[False], [False]]
 
 
 def test_tags_are_sorted_out(run_ranks: RunRanks) -> None:

@@ -19,6 +19,7 @@ from phalanx.diagnose.patience import Sighting
 from phalanx.diagnose.rank_record import RankRecord, Vitals
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
 from phalanx.launch.stall import StallWatch, Terms
+from phalanx.launch.tidings import Tidings
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 
@@ -132,6 +133,30 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     assert "=== rank 2 on elsewhere" in (ranks.directory / "stall-1.txt").read_text()
     assert written[-1][0] == "announce"
     watch.close()
+
+
+def test_a_report_that_has_not_changed_is_as_old_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("phalanx.launch.hearing.time", SimpleNamespace(monotonic=lambda: now[0]))
+    court = Court(0, 0, range(2), {}, lambda *_: None)
+    still, changed = (dataclasses.asdict(Report(30.0, (Sighting(rank),))) for rank in (2, 3))
+    for at, report, quiet in ((100.0, still, 30.0), (105.0, still, 35.0), (107.0, changed, 30.0)):
+        now[0] = at
+        court.on_reports({"1": json.loads(json.dumps(report))})
+        assert [other.quiet for other in court.others() or []] == [quiet]
+
+
+def test_a_node_that_is_lost_is_not_waited_for() -> None:
+    lost: dict[int, str] = {}
+    court = Court(0, 0, range(3), lost, lambda *_: None)
+    court.on_reports({"1": json.loads(json.dumps(dataclasses.asdict(Report(30.0, ()))))})
+    court.on_testimony(1, 1, [])
+    court.on_tidings(1, Tidings("elsewhere", {}, {}).to_fields())
+    assert court.others() is court.testimonies(1) is court.tidings() is None
+    lost[2] = "it has no power"
+    assert len(court.others() or []) == 1
+    assert court.testimonies(1) == []
+    assert [each.host for each in court.tidings() or []] == ["elsewhere"]
 
 
 def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]], number: int) -> None:
