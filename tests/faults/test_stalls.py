@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import events
 from phalanx.testing import virtual_nodes
 from tests.conftest import start, told
 
@@ -222,7 +223,8 @@ print("through", flush=True)
 """
 RESUMES = """
 import sys, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+from datetime import timedelta
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[2]) if sys.argv[2:] else 1800))
 dist.barrier()
 if dist.get_rank() == 1:
     time.sleep(float(sys.argv[1]))
@@ -260,6 +262,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "patient on shm": Run(place, "patient on shm", PATIENT, *patient),
         "patient on gloo": Run(place, "patient on gloo", PATIENT, *gloo, *patient),
         "resumes": Run(place, "resumes", RESUMES, "--stall-after", "1.5", arguments=["4"]),
+        "gives up on shm": Run(place, "gives up on shm", RESUMES, "--stall-after", "1", arguments=["60", "6"]),
+        "gives up on gloo": Run(place, "gives up on gloo", RESUMES, *gloo, "--stall-after", "1", arguments=["60", "6"]),
         "off": Run(place, "off", RESUMES, "--stall-after", "0", "--on-stall", "kill", arguments=["4"]),
     }
     for run in found.values():
@@ -315,8 +319,8 @@ def test_a_hang_that_is_ended_is_a_failure_with_a_cause(runs: dict[str, Run], ba
     cause = run.report["cause"]["hang"]
     assert lines[-1] == f"phalanx: {cause['headline']}"
     assert cause["ranks"] == [1]
-    events = (run.directory / "runs/latest/agent.events.jsonl").read_text()
-    assert events.count('"event": "stall"') == len(blocks(run))
+    log = events.read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)
+    assert [each["event"] for each in log].count("stall") == len(blocks(run))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -334,6 +338,19 @@ def test_ranks_that_go_on(runs: dict[str, Run]) -> None:
     assert re.fullmatch(r"phalanx: the ranks go on after \d.\d s", told(run.err)[-1])
     assert runs["off"].code == 0
     assert "progress" not in runs["off"].err
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_rank_that_gives_up_ends_what_is_known_to_hang(runs: dict[str, Run], backend: str) -> None:
+    """Nobody waits for a rank that might say more of the cause; --shutdown-timeout is 10 s."""
+    run = runs[f"gives up on {backend}"]
+    assert run.code == 1
+    last = told(run.err)[-1]
+    assert last.startswith("phalanx: a hang: rank 1 sleeps at train.py:")
+    assert re.search(r" while rank 0 waits in all_reduce #\d+; rank 0 has given up waiting$", last), last
+    log = events.read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)
+    given_up, stopped = (next(each["time"] for each in log if each["event"] == name) for name in ("exited", "stopping"))
+    assert stopped - given_up < 5.0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")

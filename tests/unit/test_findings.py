@@ -229,6 +229,12 @@ def test_native_stacks_are_read_and_shown_without_plumbing() -> None:
     ]
 
 
+def test_of_a_thread_of_cpp_that_crashed_the_main_thread_is_shown() -> None:
+    """As when gloo aborts: faulthandler knows no Python thread that is the current one."""
+    frames = crashes.python_frames(CRASH.partition("Current thread's")[0].replace("Current thread", "Thread"))
+    assert [(frame.file, frame.line) for frame in frames][-1] == ("/elsewhere/train.py", 40)
+
+
 def test_an_ending_survives_the_way_to_another_node() -> None:
     full = Ending(
         *(1, 101, 2.0),

@@ -97,6 +97,11 @@ def test_who_waits_for_whom_when_nobody_moves() -> None:
     assert standing.conclusion(rows(look(rank=0)), {}, 2.0) == (
         "no rank has got on within 2 s, and none waits for another"
     )
+    stopped = dataclasses.replace(look(rank=1), process=dataclasses.replace(OWN, state="T"))
+    assert standing.conclusion(rows(look(rank=0, **waiting), stopped), {}, 1.0).endswith(
+        "waits in all_reduce #12 for rank 1 (stopped by a signal in forward; kill -CONT 4712 lets it go on)"
+    )
+    assert inspect._cells(row(stopped, stopped))[3] == "stopped"
     assert inspect._waits(still) == [
         "ranks 0, 2 wait since 30.0 s in all_reduce #12, 110 × float32, /home/ada/train.py:33"
     ]
@@ -195,6 +200,9 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert table[3].split()[:3] == ["1", "SIGKILL", "2/17"]
     assert table[4].startswith("1 of 3 ranks (2) are on other nodes")
     assert table[5] == "no rank has got on within 0.2 s, and none waits for another"
+    threads = (Thread((Line("/home/ada/train.py", 33, "train"),), is_main=True),)
+    inspect.main(["--stacks", "--seconds", "0"], lambda living, _: dict.fromkeys(living, threads))
+    assert "\nrank 0, innermost first:\n" in capsys.readouterr().out
     found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])
     assert [(one["rank"], one["is_alive"], one["step"]) for one in found["ranks"]] == [(0, True, 17), (1, False, 17)]
     events.write_json(run_directory / events.REPORT_FILE, {"exit_code": 137, "seconds": 12.5})

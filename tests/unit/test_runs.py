@@ -88,6 +88,22 @@ def test_a_run_without_a_report(tmp_path: Path) -> None:
     assert "no rank was started" in report_command.lines(empty)
 
 
+def test_a_run_that_stood_still_says_so_whatever_became_of_it(tmp_path: Path) -> None:
+    directory = new_run(tmp_path, "20260101-1")
+    log = events.EventLog(directory / events.AGENT_EVENTS)
+    for verdict in ({"headline": "a hang: rank 1 sleeps"}, {"headline": "a hang: rank 1 sleeps"}, None):
+        log.write("stall", verdict=verdict)
+    log.write("stall", verdict={"headline": "a hang: rank 0 is stopped"})
+    (directory / "stall-1.txt").touch()
+    told = report_command.lines(runs.load(directory))
+    log.close()
+    assert told[3:6] == [
+        "  stood still after 1 min 40 s (until 1 min 40 s): a hang: rank 1 sleeps",
+        "  stood still after 1 min 40 s: a hang: rank 0 is stopped",
+        "  all stacks: stall-1.txt there",
+    ]
+
+
 def test_what_we_say_begins_a_line(tmp_path: Path) -> None:
     """A rank that is alone may have left one without an end: a prompt, or what torch writes in a signal's handler."""
 

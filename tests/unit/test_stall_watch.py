@@ -20,6 +20,7 @@ from phalanx.diagnose.rank_record import RankRecord, Vitals
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.tidings import Tidings
+from phalanx.launch.vigil import Vigil
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 
@@ -157,6 +158,19 @@ def test_a_node_that_is_lost_is_not_waited_for() -> None:
     assert len(court.others() or []) == 1
     assert court.testimonies(1) == []
     assert [each.host for each in court.tidings() or []] == ["elsewhere"]
+
+
+def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
+    """Not since it was noticed, which may be a second later."""
+    vigil = Vigil(ranks.directory, 5.0)
+    vigil.look(ranks.members, time.monotonic())
+    ranks.pages[1].enter(layout.DATA)
+    written = time.monotonic()
+    for _ in range(2):
+        time.sleep(0.4)
+        vigil.look(ranks.members, time.monotonic())
+    now = time.monotonic()
+    assert vigil.quiet(now) == pytest.approx(now - written, abs=0.1)
 
 
 def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]], number: int) -> None:

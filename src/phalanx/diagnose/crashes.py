@@ -14,10 +14,14 @@ _NATIVE = "Current thread's C stack trace"
 
 
 def python_frames(report: str) -> tuple[Frame, ...]:
-    """The stack of the thread that crashed, innermost first, without the launcher's part."""
+    """The stack of the thread that crashed, innermost first, without the launcher's part.
+
+    If that is a thread of C++, which Python does not know, it is the main thread's, which stands last.
+    """
     import linecache
 
     _, _, current = report.partition("Current thread 0x")
+    current = current or report.rpartition("Thread 0x")[2]
     frames = []
     for line in current.splitlines()[1:]:
         found = _PYTHON_LINE.match(line)

@@ -181,6 +181,7 @@ def _after_asking(
         rank
         for rank, look in after.items()
         if look.process is not None
+        and look.process.state not in "Tt"  # it would not answer
         and look.status.groups
         and look.status.open_collective is None
         and rank in before
@@ -254,7 +255,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def _cells(one: Row) -> list[str]:
     step = f"{one.epoch}/{one.step}" if one.step or one.epoch else str(one.updates)
-    phase = f"{one.phase} {standing.duration(one.seconds)}" if one.is_alive and one.seconds >= 0.1 else one.phase
+    phase = "stopped" if one.is_stopped else one.phase
+    phase = f"{phase} {standing.duration(one.seconds)}" if one.is_alive and one.seconds >= 0.1 else phase
     return [
         str(one.rank),
         str(one.pid) if one.is_alive else one.ended or "ended",

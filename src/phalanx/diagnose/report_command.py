@@ -59,10 +59,23 @@ def lines(run: Run) -> list[str]:
     told += _nodes(run)
     for restart in run.restarts:
         told.append(clip(f"  attempt {restart.attempt}: {restart.reason}"))
+    told += _stalls(run)
     if run.report is not None:
         told += _said(run.report)
     ranks = _ended_ranks(run) if run.report is not None else _seen_ranks(run)
     return [*told, "", *ranks, f"logs: {shorten_path(str(run.directory.absolute()))}"]
+
+
+def _stalls(run: Run) -> list[str]:
+    """Unless it is what the run ended for, which is told at length."""
+    if run.report is not None and (run.report["cause"] or {}).get("hang"):
+        return []
+    told = []
+    for stall in run.stalls:
+        until = f" (until {_duration(stall.until)})" if stall.until is not None else ""
+        told.append(clip(f"  stood still after {_duration(stall.after)}{until}: {stall.headline}"))
+    stacks = [path.name for path in sorted(run.directory.glob("stall-*.txt"))] if told else []
+    return [*told, f"  all stacks: {', '.join(stacks)} there"] if stacks else told
 
 
 def _said(report: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from dataclasses import dataclass
@@ -22,6 +23,17 @@ class Restart:
     attempt: int
     """The number of the one that failed, from 1."""
     reason: str
+
+
+@dataclass(frozen=True)
+class Stall:
+    """All ranks stood still for a while, or to the end."""
+
+    after: float
+    """Seconds after the start of the run when it was told."""
+    headline: str
+    until: float | None
+    """When they went on, if they did."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Run:
     """``ended``, ``running``, or ``lost``: its launcher was killed, and could not say how it ended."""
     attempts: int
     restarts: tuple[Restart, ...]
+    stalls: tuple[Stall, ...]
     report: dict[str, Any] | None
     """report.json, when it has ended."""
     endings: tuple[events.Ending, ...]
@@ -77,6 +90,7 @@ def load(directory: Path) -> Run:
         state="ended" if report else "running" if is_running else "lost",
         attempts=report["attempts"] if report else len(restarts) + 1,
         restarts=restarts,
+        stalls=_stalls(noted, order["started"]),
         report=report,
         endings=tuple(events.ending_from_fields(fields) for fields in report["ranks"]) if report else (),
         traces=() if report else _traces(directory, noted),
@@ -89,6 +103,20 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise UsageError(f"{path} cannot be read: {reason}; the directory is no whole run directory.") from None
+
+
+def _stalls(noted: list[dict[str, Any]], started: float) -> tuple[Stall, ...]:
+    """What is told again when the picture changes is one; and that they go on is an event without a verdict."""
+    found: list[Stall] = []
+    for each in noted:
+        last = found[-1] if found else None
+        if each["event"] != "stall":
+            continue
+        if each["verdict"] is not None and (last is None or last.headline != each["verdict"]["headline"]):
+            found.append(Stall(each["time"] - started, each["verdict"]["headline"], None))
+        elif each["verdict"] is None and last is not None:
+            found[-1] = dataclasses.replace(last, until=each["time"] - started)
+    return tuple(found)
 
 
 def _traces(directory: Path, noted: list[dict[str, Any]]) -> tuple[RankTrace, ...]:

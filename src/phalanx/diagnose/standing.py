@@ -63,6 +63,8 @@ class Row:
     """Bytes."""
     has_moved: bool
     """Between the two looks."""
+    is_stopped: bool = False
+    """By a signal, such as SIGSTOP."""
 
 
 def row(before: RankLook, after: RankLook) -> Row:
@@ -88,6 +90,7 @@ def row(before: RankLook, after: RankLook) -> Row:
         cpu=max(0.0, after.cpu - before.cpu) / elapsed if first else None,
         resident=after.process.resident if after.process else None,
         has_moved=first is not None and first.status.progress != status.progress,
+        is_stopped=after.process is not None and after.process.state in "Tt",
     )
 
 
@@ -145,8 +148,14 @@ def _who_waits(living: Sequence[Row], seconds: float) -> str:
     if not others:
         return f"{text}: they wait in different collectives, {', '.join(calls)}"
     wait = "waits" if len(waiting) == 1 else "wait"
-    busy = " and ".join(f"rank {one.rank} (in {one.phase} for {duration(one.seconds)})" for one in others)
+    busy = " and ".join(f"rank {one.rank} ({_where(one)})" for one in others)
     return f"{text}: {ranks(waiting)} {wait} in {' and '.join(calls)} for {busy}"
+
+
+def _where(one: Row) -> str:
+    if one.is_stopped:
+        return f"stopped by a signal in {one.phase}; kill -CONT {one.pid} lets it go on"
+    return f"in {one.phase} for {duration(one.seconds)}"
 
 
 def _call(one: Row) -> str:

@@ -164,7 +164,7 @@ class Agent:
         if self._sentries.hang is not None:
             return None, self._sentries.hang["headline"]
         if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
-            reason = self._company.loss() or self._company.stop_reason or self._sentries.blame_standing()
+            reason = self._company.loss() or self._company.stop_reason or self._sentries.blame_standing(endings)
             if reason:
                 return None, reason
         verdict = find_cause(endings)
@@ -204,6 +204,8 @@ class Agent:
         has_to = self._company.stop_reason or self._company.lost or self._sentries.hang
         if self._watch.stopping is None and has_to:
             self._watch.stop(signal.SIGTERM)
+        if self._sentries.standing is not None:
+            self._watch.wait_for_no_cause()
         if self._watch.stopping is not None:
             self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
 

@@ -74,9 +74,11 @@ class Sentries:
         """The same, with what is known of their memory."""
         return self._memory.explain(endings)
 
-    def blame_standing(self) -> str | None:
+    def blame_standing(self, endings: Sequence[Ending]) -> str | None:
         """The ranks have failed by waiting for too long. What they have stood still for, if that is known."""
         if self.standing is None:
             return None
         self.hang = self.standing
-        return self.hang["headline"]
+        first = min((one for one in endings if one.failed and not one.asked), key=lambda one: one.time, default=None)
+        given_up = f"; rank {first.rank} has given up waiting" if first is not None else ""
+        return f"{self.hang['headline']}{given_up}"

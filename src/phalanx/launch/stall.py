@@ -55,6 +55,7 @@ class _Case:
 
     number: int
     inquiry: Inquiry
+    opened: float
     until: float
 
 
@@ -139,7 +140,7 @@ class StallWatch:
     def _open_case(self, number: int, subjects: Sequence[Subject], now: float) -> None:
         self._count = number
         self._inquiry = Inquiry(subjects, self._directory, self._wake)
-        self._case = _Case(number, self._inquiry, now + _TESTIMONY)
+        self._case = _Case(number, self._inquiry, now, now + _TESTIMONY)
 
     def _go_on_with(self, case: _Case, now: float) -> None:
         if not case.inquiry.is_over:
@@ -157,7 +158,9 @@ class StallWatch:
         # Whatever comes of it: ranks that are looked at all the time would never be left in peace.
         self._not_before = now + max(1.0, self._terms.stall_after / 2)
         if others is not None and not gets_on:
-            self._conclude(sorted([*records, *others], key=lambda record: record.rank))
+            asked_for = now - case.opened
+            found = [replace(record, quiet=record.quiet + asked_for) for record in (*records, *others)]
+            self._conclude(sorted(found, key=lambda record: record.rank))
 
     def _conclude(self, records: list[RankRecord]) -> None:
         """They have been asked since it was decided to: it may look different now."""
@@ -187,6 +190,7 @@ class StallWatch:
         taken = len(list(self._directory.glob("stall-*.txt")))  # by attempts before this one, too
         name = f"stall-{taken + 1}.txt"
         try:
+            (self._directory / name).touch(mode=0o600)  # as everything there
             (self._directory / name).write_text(dossier(records, lines), errors="replace")
         except OSError as error:
             return f"the stacks could not be written ({error.strerror})"

@@ -6,6 +6,7 @@ As long as they get on, a look is a read of three kilobytes for each rank.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Vigil:
         self._chart = Chart(stall_after)
         self._pulses: dict[int, tuple[int, ...] | None] = {}
         self._moved_at: dict[int, float] = {}
+        self._just_moved: set[int] = set()
+        """Of these it is only known that it was since the look before."""
         self._looked_at = 0.0
         self._host = socket.gethostname()
 
@@ -40,6 +43,9 @@ class Vigil:
             self._pulses.clear()
         self._looked_at = now
         moved = [rank for rank, member in members.items() if self._has_moved(rank, member)]
+        for rank in self._just_moved.difference(moved):
+            self._moved_at[rank] = self._when_moved(rank, now)
+        self._just_moved = set(moved)
         for rank in moved:
             self._moved_at[rank] = now
         if moved:
@@ -54,6 +60,16 @@ class Vigil:
         before = self._pulses.get(rank)
         self._pulses[rank] = pulse
         return pulse != before
+
+    def _when_moved(self, rank: int, now: float) -> float:
+        """As its page says, if what it says fits."""
+        noticed = self._moved_at[rank]
+        page = status.read(status.status_path(self._directory, rank))
+        if page is None:
+            return noticed
+        last = max([page.since, *(one.ended_at or 0.0 for one in page.collectives)])
+        moved = now - (time.time() - last)
+        return moved if noticed - 2 * self._every <= moved <= noticed else noticed
 
     def quiet(self, now: float) -> float:
         """Seconds since the last progress of any rank of this node."""

@@ -113,6 +113,11 @@ class Watch:
         self._call_off_starts()
         self._send_due(time.monotonic())
 
+    def wait_for_no_cause(self) -> None:
+        """Why ranks fail is known: who fails for waiting too long is followed by nobody who says more."""
+        if self._suspicion is not None:
+            self._suspicion = time.monotonic()
+
     def finish(self) -> None:
         """After the last exit: ends whatever the workers started and left behind, then listens no more."""
         self._selector.unregister(self._nursery)
