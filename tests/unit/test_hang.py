@@ -11,12 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from phalanx.diagnose import rank_record
-from phalanx.diagnose.dossier import dossier
+from phalanx.diagnose.dossier import dossier, stack_lines
 from phalanx.diagnose.hang import find_hang
 from phalanx.diagnose.hang_words import go_on, headline, those, verdict_lines
 from phalanx.diagnose.patience import Sighting, patience, sighting_of
@@ -590,3 +591,11 @@ def test_the_judge_hears_all_nodes_but_those_that_are_lost() -> None:
     announcement = Announcement(("a", "b"), {"headline": "h"}, kills=True)
     judge.announce(announcement)
     assert [list(court.announced) for court in (judge, first)] == [[announcement]] * 2
+
+
+def test_a_stack_ends_with_the_script() -> None:
+    launch = str(Path(sockets.__file__).with_name("worker.py"))
+    lines = [Line("/lib/torch/x.py", 3, "wait"), Line("/home/ada/train.py", 5, "<module>"), Line(launch, 9, "run")]
+    ends = (*lines, Line("<string>", 1, "<module>"))
+    assert list(stack_lines(Thread(ends))) == ["  /lib/torch/x.py:3 in wait", "  /home/ada/train.py:5 in <module>"]
+    assert len(list(stack_lines(Thread(ends[2:])))) == 2, "of a rank that has not come to its script"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from phalanx.diagnose.rank_record import RankRecord, Vitals
 from phalanx.diagnose.stacks import Thread
+
+_LAUNCHER = (str(Path(__file__).parents[1] / "launch"), "<string>")
 
 
 def dossier(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:
@@ -58,6 +61,7 @@ def _stacks(threads: Sequence[Thread]) -> Iterator[str]:
 
 
 def stack_lines(thread: Thread) -> Iterator[str]:
-    """Innermost first."""
-    for line in thread.lines:
+    """Innermost first, without the launcher's at the other end, which are the same for every rank."""
+    script = max((at for at, line in enumerate(thread.lines, 1) if not line.file.startswith(_LAUNCHER)), default=None)
+    for line in thread.lines[:script]:
         yield f"  {line.file}:{line.line} in {line.function}" + f": {line.source}" * bool(line.source)
