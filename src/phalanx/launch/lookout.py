@@ -18,12 +18,11 @@ from phalanx.launch.rendezvous import Page, Round
 SILENCE = 10.0
 """Seconds without a sign of life after which a node counts as lost. A link may be away for a shorter time."""
 BEAT = 0.25
-_GONE = "gone"
 
 
 def say_gone(store: Any, node: int) -> None:
-    """Instead of its next sign of life: this node's agent is dead."""
-    store.set(f"beat/{node}", f"{_GONE}: its agent has ended or was killed")
+    """This node's agent is dead. Whatever its keeper's lookout says until it ends is no sign of life any more."""
+    store.set(f"gone/{node}", "its agent has ended or was killed")
 
 
 class Lookout:
@@ -103,14 +102,15 @@ class Lookout:
     def _look_after_nodes(self, store: Any, seen: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
         for card in self._round.cards:
-            key = f"beat/{card.node}"
+            key, gone = f"beat/{card.node}", f"gone/{card.node}"
             if card.node == self._round.own.node or card.node in self.lost:
+                continue
+            if store.check([gone]):
+                self.lose(card.node, store.get(gone).decode())
                 continue
             beat = store.get(key) if store.check([key]) else b""
             before, since = seen.get(card.node, (None, now))
-            if beat.startswith(_GONE.encode()):
-                self.lose(card.node, beat.decode().partition(": ")[2])
-            elif beat != before:
+            if beat != before:
                 seen[card.node] = beat, now
             elif now - since > SILENCE:
                 self.lose(card.node, f"there has been no sign of life for {SILENCE:g} s")
