@@ -263,6 +263,31 @@ def test_ctrl_c_while_a_rank_is_blocked_and_another_cleans_up(script, tmp_path: 
     assert (tmp_path / "saved-1").exists()
 
 
+JUST_FAILED = """
+import atexit, os, time
+
+def clean_up():
+    print("up", flush=True)
+    time.sleep(1)  # the signal comes meanwhile
+    print("cleaned up", flush=True)
+
+if os.environ["RANK"] == "0":
+    atexit.register(clean_up)
+    raise ConnectionError("Connection reset by peer")
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_ctrl_c_right_after_a_rank_has_lost_another(script, tmp_path: Path) -> None:
+    """It may come earlier to one node than to the next. What Python does at a failed script's exit is not disturbed."""
+    code, lines, _ = interrupted(tmp_path, script(JUST_FAILED), signal.SIGINT, *WITHOUT_TORCH)
+    assert (code, len(lines)) == (130, 2), lines
+    log = (tmp_path / "runs/latest/rank-0.log").read_text()
+    assert "cleaned up" in log
+    assert "KeyboardInterrupt" not in log
+
+
 def test_ctrl_c_twice_is_at_once(script, tmp_path: Path) -> None:
     code, lines, seconds = interrupted(
         tmp_path, script(STUBBORN), signal.SIGINT, *WITHOUT_TORCH, "--shutdown-timeout", "30", times=2

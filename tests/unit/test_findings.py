@@ -8,7 +8,7 @@ import json
 import pytest
 
 from phalanx.diagnose import crashes, report
-from phalanx.diagnose.findings import Verdict, find_cause, is_consequence
+from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_consequence
 from phalanx.diagnose.repetition import Repetition
 from phalanx.events import (
     Ending,
@@ -58,6 +58,16 @@ def test_a_failure_stays_one_when_its_rank_is_stopped_for_another() -> None:
     assert "exit code 1, " in block[1]
     interrupted = dataclasses.replace(raised(0, 1.0, "KeyboardInterrupt"), exit_code=None, signal=2)
     assert interrupted.status == 130
+
+
+def test_who_loses_a_rank_to_a_signal_has_not_failed() -> None:
+    """Ctrl-C reaches one node earlier than another. What had failed before, or fails by itself, is told."""
+    stopped = raised(1, 10.0, "KeyboardInterrupt", asked=True)
+    assert not failed_before(10.0, [raised(0, 9.9, "phalanx.errors.PeerLost"), stopped])
+    assert not failed_before(10.0, [raised(0, 9.9, "RuntimeError", GLOO), stopped])
+    assert not failed_before(10.0, [stopped, Ending(2, 102, 8.0, exit_code=0)])
+    assert failed_before(10.0, [raised(0, 8.0, "phalanx.errors.CollectiveTimeout"), stopped])
+    assert failed_before(10.0, [raised(0, 9.9), stopped])
 
 
 def test_who_fails_in_the_same_way_is_no_victim() -> None:

@@ -21,6 +21,7 @@ _CONSEQUENCE_TYPES = (
     *("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed"),
     *("PeerLost", "CollectiveTimeout", "CollectiveAborted"),
 )
+_SAME_MOMENT = 1.0  # for a signal to reach all nodes, and for clocks to differ
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ def is_consequence(error: ErrorRecord) -> bool:
 def is_victim(ending: Ending) -> bool:
     """Whether it ended only because another rank went away."""
     return ending.error is not None and is_consequence(ending.error)
+
+
+def failed_before(signal: float, endings: Sequence[Ending]) -> bool:
+    """Whether there is more to be told of a run than that a signal has stopped it, at that moment (of time.time).
+
+    It does not reach all nodes at once: who has just lost a rank that heard of it earlier has not failed.
+    """
+    return any(
+        ending.failed and not ending.asked and not (is_victim(ending) and ending.time > signal - _SAME_MOMENT)
+        for ending in endings
+    )
 
 
 def find_cause(endings: Sequence[Ending]) -> Verdict:

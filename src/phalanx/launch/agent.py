@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phalanx import events
 from phalanx.diagnose import report
-from phalanx.diagnose.findings import Verdict, find_cause, is_victim
+from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_victim
 from phalanx.diagnose.repetition import Repetition
 from phalanx.errors import LaunchError
 from phalanx.launch.company import new_company
@@ -61,6 +61,7 @@ class Agent:
         self._signals = Signals(spec.signals, self._selector)
         self._signalled: int | None = None
         """The first signal that told the agent to stop."""
+        self._signalled_at = 0.0
         self._pumps = Pumps(self._selector, self._signals.wake)
         self._environ = dict(environ)
         self._repetition = Repetition()
@@ -143,8 +144,7 @@ class Agent:
             endings = self._company.settle(self._run_attempt(attempt), self._idle_until)
             if self._signalled is not None:
                 # What had failed before the signal came is told all the same.
-                failed = any(ending.failed and not ending.asked for ending in endings)
-                verdict = find_cause(endings) if failed else None
+                verdict = find_cause(endings) if failed_before(self._signalled_at, endings) else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
             if not any(ending.failed for ending in endings) and not self._company.lost and self._sentries.hang is None:
                 return self._end(0, endings, None, attempt)
@@ -234,7 +234,7 @@ class Agent:
             number = self._signals.pending.pop(0)
             again = self._signalled is not None
             if not again:
-                self._signalled = number
+                self._signalled, self._signalled_at = number, time.time()
                 name = signal.Signals(number).name
                 hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
                 self._voice.say(

@@ -1,6 +1,6 @@
-"""What a rank can still find out when an exception has ended its script. Nothing of it costs anything before.
+"""When an exception has ended a script: what the rank can still find out, and what is kept away from it.
 
-torch is asked only if the script has imported it.
+Nothing of it costs anything before. torch is asked only if the script has imported it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,16 @@ def hear_no_more_of_loaders() -> None:
     handler = signal.getsignal(signal.SIGCHLD)
     if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def let_nothing_interrupt_the_end() -> None:
+    """A script that has failed is ending: a Ctrl-C that comes now would only show where in Python's own clean-up.
+
+    The agent does not wait for ever; after SIGINT comes SIGTERM. A handler instead of SIG_IGN, because what the script
+    still starts at exit would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def script_side(error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]) -> Any:

@@ -126,6 +126,7 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
             _run_program(spec, fds)
         except BaseException:
             hindsight.hear_no_more_of_loaders()
+            hindsight.let_nothing_interrupt_the_end()
             raise
         _end_page()
     except BaseException as error:
