@@ -116,6 +116,8 @@ class Ending:
     """Where Python stood when native code crashed, innermost first, if the rank could still tell."""
     native: tuple[NativeFrame, ...] = ()
     """Where native code stood then, innermost first, if Python is new enough to tell (3.14)."""
+    called: Frame | None = None
+    """The line that had asked for the collective in which it failed or was stopped, if it was in one."""
     memory: int | None = None
     """Bytes that it had in memory at most, as far as that was seen."""
     out_of_memory: OutOfMemory | None = None
@@ -256,6 +258,7 @@ def ending_from_fields(fields: dict[str, Any]) -> Ending:
             "tail": tuple(fields["tail"]),
             "crash": tuple(Frame(**frame) for frame in fields["crash"]),
             "native": tuple(NativeFrame(**frame) for frame in fields["native"]),
+            "called": Frame(**fields["called"]) if fields["called"] else None,
             "out_of_memory": OutOfMemory(**fields["out_of_memory"]) if fields["out_of_memory"] else None,
             "shared_memory": SharedMemory(**fields["shared_memory"]) if fields["shared_memory"] else None,
         }

@@ -325,6 +325,36 @@ def test_parameters_without_a_gradient_are_named(tmp_path: Path) -> None:
         assert error["message" if name == "phalanx" else "note"].startswith(("spare.0.weight, ", "used.weight, "))
 
 
+# ---- ranks that disagree
+
+
+def test_ranks_that_have_called_different_collectives_are_named_with_their_lines(phalanx: Runner, script) -> None:
+    """On shm it is an error at once. Who of them is heard first is a matter of chance."""
+    name = script(
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        x = torch.ones(4)
+        if dist.get_rank() == 1:
+            dist.broadcast(x, 0)
+        else:
+            dist.all_reduce(x)
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "3", name)
+    block = shown(outcome)
+    assert outcome.code == 1
+    assert "rank 1 called broadcast(float32[4])" in block
+    if "rank 1 failed" in block:
+        assert "  at train.py:6: dist.broadcast(x, 0)\n  ranks 0, 2 at train.py:8: dist.all_reduce(x)\n" in block
+    else:
+        assert "  at train.py:8: dist.all_reduce(x)\n  rank 1 at train.py:6: dist.broadcast(x, 0)\n" in block
+        assert re.search(r"\n  rank [02] failed in the same way\n", block)
+    assert "fell with it" not in block
+    told = phalanx("report").out
+    assert re.search(r"^rank [012]: called another collective, ", told, re.MULTILINE), told
+
+
 # ---- phalanx report
 
 

@@ -80,6 +80,31 @@ def test_who_fails_in_the_same_way_is_no_victim() -> None:
     assert find_cause([Ending(0, 1, 1.0, signal=9), Ending(1, 2, 1.1, signal=9)]).alike == ()
 
 
+def test_who_has_called_another_collective_is_no_victim() -> None:
+    """One of them may be stopped before it has told its error: its page knows where it was."""
+    here, there = (Frame("/elsewhere/train.py", line, "step", f"call({line})") for line in (10, 8))
+    kind, text = "phalanx.errors.CollectiveMismatch", "rank 1 called broadcast where rank 0 called all_reduce."
+    endings = [
+        raised(0, 1.0, kind, text, called=here),
+        Ending(1, 101, 1.1, signal=15, asked=True, called=there),
+        raised(2, 1.2, kind, text, called=here),
+        raised(3, 1.3, "RuntimeError", GLOO, called=there),
+        Ending(4, 104, 1.4, signal=15, asked=True),
+    ]
+    verdict = find_cause(endings)
+    assert (verdict.cause.rank, verdict.alike, verdict.victims) == (0, (2,), (3, 4))
+    assert verdict.elsewhere == ((there, (1,)),)
+    block = report.failure_block(verdict, world_size=5, host="h", started=0.0, log="/x/rank-0.log")
+    assert block[2:6] == [
+        "  at /elsewhere/train0.py:0 in step: do()",
+        "  rank 1 at /elsewhere/train.py:8 in step: call(8)",
+        "  rank 2 failed in the same way",
+        "  ranks 3, 4 fell with it",
+    ]
+    fell = find_cause([raised(0, 1.0, called=here), Ending(1, 101, 1.1, signal=15, asked=True, called=there)])
+    assert (fell.victims, fell.elsewhere) == ((1,), ())
+
+
 def test_whom_the_kernel_has_chosen_is_the_cause() -> None:
     """A process with much memory takes its time to end: others may have failed, and been stopped, before that."""
     endings = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.events import Ending, ErrorRecord
+from phalanx.events import Ending, ErrorRecord, Frame
 
 # What a rank says when another one has gone away under it. Such an error is never the cause while any other is known.
 _CONSEQUENCES = re.compile(
@@ -35,6 +36,8 @@ class Verdict:
     """Ranks that failed by themselves in the same way, so are nobody's victims."""
     left_early: tuple[int, ...]
     """Ranks that ended normally, when the cause is itself only a lost connection: perhaps to one of them."""
+    elsewhere: tuple[tuple[Frame, tuple[int, ...]], ...] = ()
+    """When ranks have called different collectives, the lines of those that called another one than the cause."""
 
 
 def is_consequence(error: ErrorRecord) -> bool:
@@ -70,12 +73,30 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
     causes = [ending for ending in by_themselves if ending.error is None or not is_consequence(ending.error)]
     killed = [ending for ending in causes if ending.out_of_memory]
     cause = (killed or causes or by_themselves)[0]
-    alike = tuple(sorted(ending.rank for ending in causes if ending is not cause and _is_alike(ending, cause)))
-    victims = tuple(sorted(ending.rank for ending in failures if ending is not cause and ending.rank not in alike))
+    sides = _sides(cause, failures)
+    own_side = sides.pop(cause.called, [])
+    alike = tuple(sorted({*own_side, *(ending.rank for ending in causes if _is_alike(ending, cause))} - {cause.rank}))
+    not_victims = {cause.rank, *alike, *itertools.chain(*sides.values())}
+    victims = tuple(sorted(ending.rank for ending in failures if ending.rank not in not_victims))
     left_early = ()
     if not causes:
         left_early = tuple(ending.rank for ending in endings if not ending.failed and not ending.asked)
-    return Verdict(cause, victims, alike, left_early)
+    elsewhere = tuple((frame, tuple(sorted(ranks))) for frame, ranks in sides.items() if frame is not None)
+    return Verdict(cause, victims, alike, left_early, elsewhere)
+
+
+def _sides(cause: Ending, failures: Sequence[Ending]) -> dict[Frame | None, list[int]]:
+    """Ranks that have called different collectives, by the lines from where. None of them is a victim of the others.
+
+    All are told of it at once; who is stopped before it has told its own error was in the midst of it as well.
+    """
+    sides: dict[Frame | None, list[int]] = {}
+    if cause.error is None or cause.called is None or not cause.error.type.endswith("CollectiveMismatch"):
+        return sides
+    for ending in failures:
+        if ending.called is not None and (ending.error is None or ending.error.message == cause.error.message):
+            sides.setdefault(ending.called, []).append(ending.rank)
+    return sides
 
 
 def _is_alike(one: Ending, other: Ending) -> bool:

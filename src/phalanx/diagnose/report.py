@@ -14,6 +14,7 @@ from phalanx.diagnose.signals import explanation, meaning
 from phalanx.events import Ending, Frame, NativeFrame
 
 _WIDTH, _HEIGHT = 160, 15
+_SIDES = 3  # lines that are shown when ranks have called different collectives
 _PACKAGE = str(Path(__file__).parents[1])
 _IN_ANOTHER_PROCESS = re.compile(r"Caught \S+ in (?P<where>.+)\.\n")
 _NESTED_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)$', re.MULTILINE)
@@ -38,6 +39,8 @@ def failure_block(
     lines += ["  " + ", ".join(where), *told]
     lines += [clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
     lines += [clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
+    for frame, ranks in verdict.elsewhere[:_SIDES]:
+        lines.append(clip(f"  {_ranks(ranks)} at {_place(frame)}"))
     ending = []
     if verdict.left_early:
         ending.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")

@@ -131,6 +131,8 @@ def _role(run: Run, ending: events.Ending) -> str:
         return "the cause"
     if ending.rank in run.report["alike"]:
         return "failed in the same way"
+    if any(ending.rank in side["ranks"] for side in run.report.get("elsewhere", ())):  # older reports have none
+        return "called another collective"
     if ending.rank in run.report["victims"]:
         return "a victim"
     return "ended normally" if not ending.failed else "stopped"

@@ -124,4 +124,7 @@ def _fields(verdict: Verdict | None, hang: Mapping[str, object] | None = None) -
         "cause": dataclasses.asdict(verdict.cause) if verdict else {"hang": hang} if hang else None,
         "alike": verdict.alike if verdict else (),
         "victims": verdict.victims if verdict else (),
+        "elsewhere": [{"called": dataclasses.asdict(frame), "ranks": ranks} for frame, ranks in verdict.elsewhere]
+        if verdict
+        else [],
     }

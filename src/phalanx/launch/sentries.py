@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx import status
 from phalanx.diagnose.oom import Counters
-from phalanx.events import Ending
+from phalanx.diagnose.rank_record import MESSAGES
+from phalanx.diagnose.stacks import source_of
+from phalanx.events import Ending, Frame
 from phalanx.launch.hearing import Hearing
 from phalanx.launch.memory import MemoryWatch
 from phalanx.launch.pace import Pace
@@ -71,8 +75,19 @@ class Sentries:
         return self._memory.last_words({member.pid: rank for rank, member in self._watch.members.items() if member.pid})
 
     def explain(self, endings: Sequence[Ending]) -> list[Ending]:
-        """The same, with what is known of their memory."""
-        return self._memory.explain(endings)
+        """The same, with what is known of their memory, and of the collectives they were in."""
+        return [self._with_call(ending) for ending in self._memory.explain(endings)]
+
+    def _with_call(self, ending: Ending) -> Ending:
+        page = status.read(status.status_path(self._directory, ending.rank)) if ending.failed else None
+        if page is None or page.pid != ending.pid:  # of an earlier attempt
+            return ending
+        open_or_failed = (one.place for one in page.collectives if one.state != "done" and one.op not in MESSAGES)
+        place = next(open_or_failed, None)
+        if place is None:
+            return ending
+        called = Frame(place.file, place.line, place.function, source_of(place.file, place.line))
+        return dataclasses.replace(ending, called=called)
 
     def blame_standing(self, endings: Sequence[Ending]) -> str | None:
         """The ranks have failed by waiting for too long. What they have stood still for, if that is known."""
