@@ -48,10 +48,11 @@ SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SSH_CONNECTI
 VIRTUAL_ENV
 """.split()
 
-HALLWAY = {"attempt", "seeds", "env", "errors", "events", "ports", "status", "stores"}
+HALLWAY = {"arguments", "attempt", "seeds", "env", "errors", "events", "ports", "status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
+    "arguments": set(),
     "attempt": set(),
     "backends": {"ballot", "shm"},
     "ballot": {"join"},

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.launch.flags import Parser
+from phalanx.arguments import Parser
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from phalanx.arguments import Parser
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.shelf import Entry, Shelf
 from phalanx.checkpoint.words import in_bytes
@@ -25,8 +26,8 @@ def main(argv: list[str]) -> int:
     return arguments.work(arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="phalanx checkpoint", description=_DESCRIPTION, allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser(prog="phalanx checkpoint", description=_DESCRIPTION, allow_abbrev=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, work, words in (
         ("ls", _list, "the checkpoints of a directory, without reading them"),

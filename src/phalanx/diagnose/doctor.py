@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 
+from phalanx.arguments import Parser
 from phalanx.diagnose import check_machine, check_network, check_software, checkup
 from phalanx.diagnose.checkup import Finding
 from phalanx.diagnose.facts import Facts
@@ -64,8 +65,8 @@ def examine(facts: Facts) -> list[Finding]:
     return [check(facts) for check in CHECKS]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="phalanx doctor",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import events, status
+from phalanx.arguments import Parser
 from phalanx.diagnose import conditions, processes, standing
 from phalanx.diagnose.dossier import stack_lines
 from phalanx.diagnose.report import shorten_path
@@ -72,8 +73,8 @@ def main(argv: list[str], stacks_of: Stacks) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="phalanx inspect",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import events, status
+from phalanx.arguments import Parser
 from phalanx.diagnose import runs
 from phalanx.diagnose.checkup import in_bytes
 from phalanx.diagnose.report import clip, headline, shorten_path
@@ -38,8 +38,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="phalanx report", description=_DESCRIPTION, allow_abbrev=False)
+def parser() -> Parser:
+    made = Parser(prog="phalanx report", description=_DESCRIPTION, allow_abbrev=False)
     made.add_argument(
         *("run",),
         metavar="RUN",

@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+from phalanx import arguments
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
 from phalanx.ports import LOOPBACK
@@ -123,9 +124,6 @@ NOT_SUPPORTED = {
     "--duplicate-stderr-filters": "filter rank-N.log in the run directory",
 }
 
-_HABITS: dict[str, str] = dict.fromkeys(("-n", "-np", "--num-processes", "--num_processes"), "--nproc-per-node")
-"""How other launchers say it."""
-
 _EXAMPLES = """\
 examples:
   phalanx run --nproc-per-node 4 train.py --lr 0.1      four processes on this machine
@@ -137,28 +135,16 @@ examples:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse that says its errors as phalanx does."""
+class Parser(arguments.Parser):
+    """It knows torchrun's flags, too, and those of other launchers."""
 
-    def error(self, message: str):
+    habits = dict.fromkeys(("-n", "-np", "--num-processes", "--num_processes"), "--nproc-per-node")
+
+    def error(self, message: str) -> NoReturn:
         for flag, instead in NOT_SUPPORTED.items():
             if flag in message.replace("_", "-"):
                 raise UsageError(f"torchrun's {flag} is not supported; {instead}.")
-        message = message.removesuffix(", arguments")  # argparse demands them, and takes none for an answer
-        raise UsageError(f"{message}. {self._meant(message)}`{self.prog} --help` lists the flags.")
-
-    def _meant(self, message: str) -> str:
-        """A guess at the flag that somebody had in mind."""
-        problem, _, unknown = message.partition(": ")
-        if problem != "unrecognized arguments" or not unknown:
-            return ""
-        import difflib  # for a mistake only
-
-        written = unknown.split()[0].split("=")[0]
-        known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
-        begun = [name for name in known if written.startswith("--") and name.startswith(written)]
-        found = [*filter(None, [_HABITS.get(written)]), *begun, *difflib.get_close_matches(written, known, 1, 0.7)]
-        return f"Is {found[0]} meant? " if found else ""
+        super().error(message.removesuffix(", arguments"))  # argparse demands them, and takes none for an answer
 
 
 def new_parser(tables: Mapping[str, tuple[Flag, ...]], environ: Mapping[str, str], prog: str) -> Parser:
