@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from phalanx.diagnose.hang import Elsewhere, Hang, Waiting
 from phalanx.diagnose.rank_record import MESSAGES, Child, RankRecord
+from phalanx.diagnose.report import clip
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
 from phalanx.status.layout import runs_of
 
-_WIDTH = 160
 _MOST_WAITING, _MOST_ELSEWHERE = 3, 3
 _DOES = {
     "sleeps": "sleeps",
@@ -43,7 +43,7 @@ def verdict_lines(hang: Hang) -> list[str]:
     lines += _rest(hang.elsewhere[_MOST_ELSEWHERE:], "at other places")
     lines += _remark(hang)
     assert len(lines) <= 13, "the whole must fit on a small screen"
-    return [_clip(line) for line in lines]
+    return [clip(line) for line in lines]
 
 
 def _rest(groups: Sequence[Waiting | Elsewhere], where: str) -> list[str]:
@@ -55,18 +55,18 @@ def headline(hang: Hang) -> str:
     """In one sentence: for the line that announces a restart, and the end of the run."""
     if hang.differ:
         one, other = hang.differ[:2]
-        return _clip(f"a hang: {those(one.ranks)} called {_call(one)}, {those(other.ranks)} called {_call(other)}")
+        return clip(f"a hang: {those(one.ranks)} called {_call(one)}, {those(other.ranks)} called {_call(other)}")
     waits = ""
     if hang.waiting:
         ranks = hang.waiting[0].ranks
         waits = f"{those(ranks)} {_wait(ranks)} in {_name(hang.waiting[0])}"
     if not hang.elsewhere:
         others = [f"{those(group.ranks)} {_wait(group.ranks)} in {_name(group)}" for group in hang.waiting[1:3]]
-        return _clip(f"a hang: {', '.join([waits, *others])}")
+        return clip(f"a hang: {', '.join([waits, *others])}")
     group = hang.elsewhere[0]
     who = those(group.ranks) if len(group.ranks) == 1 else f"each of {those(group.ranks)}"
     where = f" at {_short(group.what.line)}" if group.what.line else ""
-    return _clip(f"a hang: {who} {_does(group)}{where}{' while ' * bool(waits)}{waits}")
+    return clip(f"a hang: {who} {_does(group)}{where}{' while ' * bool(waits)}{waits}")
 
 
 def go_on(quiet: float) -> str:
@@ -263,8 +263,3 @@ def _seconds(value: float) -> str:
 
 def _gib(value: int) -> str:
     return f"{value / 2**30:.1f} GiB"
-
-
-def _clip(line: str) -> str:
-    line = "".join(character if character.isprintable() else " " for character in line)
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"
