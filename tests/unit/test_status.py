@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
 from phalanx import status
 from phalanx.diagnose.stacks import from_faulthandler
-from phalanx.status import layout
+from phalanx.status import layout, places
 from phalanx.status.page import Flight, StatusPage
 from phalanx.status.stacks import text_of_stacks
 
@@ -94,9 +98,42 @@ def test_places_are_used_again(path: Path) -> None:
     )
     # The second lambda is this file's too, so that every entry is a line of this test: what counts is the innermost.
     assert all(one.place is not None and one.place.file == __file__ for one in found_at(path).collectives)
-    page.never_users([__file__])
+    page.places.never_users([__file__])
     exec(compile(lines, "/elsewhere/train.py", "exec"), {"begin": lambda: all_reduce(page, group, 0)})
     assert [str(one.place) for one in found_at(path).collectives] == [f"train.py:{line}" for line in range(69, 101)]
+
+
+def test_places_are_found_by_several_threads_at_once(path: Path) -> None:
+    """The loop's, and the one that reads torch's flight recorder."""
+    page = StatusPage(path)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            made = [pool.submit(_visit, page, f"/{thread}/train.py") for thread in range(4)]
+    finally:
+        sys.setswitchinterval(before)
+    assert all(one.result() < layout.PLACES for one in made)  # raises what has been raised there
+
+
+def _visit(page: StatusPage, file: str) -> int:
+    return max(page.places.slot_of(file, line, "step") for line in range(5000))
+
+
+def test_code_that_is_compiled_all_the_time_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "_MOST_CODES", 50)
+    page = StatusPage(path)
+    page.places.never_users([__file__])
+    group = page.group("0", [0])
+    made = [_compiled(number, lambda: all_reduce(page, group, 0)) for number in range(200)]
+    assert 0 < sum(code() is not None for code in made) <= 50
+    assert [str(one.place) for one in found_at(path).collectives] == [f"train{n}.py:2" for n in range(168, 200)]
+
+
+def _compiled(number: int, begin: Callable[[], object]) -> weakref.ref[CodeType]:
+    code = compile("\nbegin()", f"/somewhere/train{number}.py", "exec")
+    exec(code, {"begin": begin})
+    return weakref.ref(code)
 
 
 def test_the_flight_recorders(path: Path) -> None:

@@ -165,7 +165,7 @@ class Reader:
     def _place(self, frames: Any) -> tuple[str, int, str] | None:
         found = None
         for frame in frames:
-            side = self.page.side(frame["filename"])
+            side = self.page.places.side(frame["filename"])
             if side == 2 or (side == 1 and found is None):
                 found = frame["filename"], frame["line"], frame["name"]
             if side == 2:

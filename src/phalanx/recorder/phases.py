@@ -31,7 +31,7 @@ def install() -> None:
     torch.save = torch.serialization.save = _in_phase(layout.CHECKPOINT, torch.save)
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    status.when_begun(lambda page: page.never_users([_TORCH]))
+    status.when_begun(lambda page: page.places.never_users([_TORCH]))
 
 
 def _fetching(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:

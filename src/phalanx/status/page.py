@@ -6,17 +6,14 @@ functions here where a call would cost more than what it does.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
-import sysconfig
 from _thread import get_ident
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from sys import _getframe
 from time import time
-from types import CodeType, FrameType
 from typing import Any
 
 from phalanx.status import layout
@@ -32,12 +29,11 @@ from phalanx.status.layout import (
     WORD,
     runs_of,
 )
+from phalanx.status.places import Places
 from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
-_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
-_HERE = str(Path(__file__).parent.parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -78,12 +74,8 @@ class StatusPage:
         self._blocked_since = 0.0
         """Since when it waits for other ranks otherwise than in a collective of its own."""
         self._cutter = Cutter(self.memory)
-        self._places: dict[tuple[int, int], int] = {}
-        self._slots: dict[tuple[str, int, str], int] = {}
-        self._next_slot = itertools.count()
-        self._sides: dict[int, int] = {}
-        self._seen: list[CodeType] = []  # kept, so that no other code gets their ids
-        self._never = (_HERE, "<frozen", "<string>")
+        self.places = Places(self.memory)
+        self._known = self.places.known
         self._write_loop()
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
             self._words[word] = value
@@ -178,10 +170,10 @@ class StatusPage:
             frame = _getframe(own_frames)  # as in `_here`
         except ValueError:
             frame = _getframe(1)
-        place = self._places.get((id(frame.f_code), frame.f_lasti))
+        place = self._known.get((id(frame.f_code), frame.f_lasti))
         self._recorded = log.record = entry = self._recorded + 1
         log.kind, log.number, log.size = kind, number, size
-        log.place = self._place(frame) if place is None else place
+        log.place = self.places.find(frame) if place is None else place
         return entry
 
     def start(self, entry: int) -> None:
@@ -208,7 +200,7 @@ class StatusPage:
             self._words[at] = 0
             return
         self._writes += 1
-        place = NO_PLACE if seen.place is None else self._slot_of(*seen.place)
+        place = NO_PLACE if seen.place is None else self.places.slot_of(*seen.place)
         _pack_entry(
             *(self.memory, at * WORD, self._writes, seen.kind, seen.number, seen.size, seen.peer, place),
             *(seen.queued_at, seen.started_at, seen.ended_at, self._writes),
@@ -238,62 +230,8 @@ class StatusPage:
             frame = _getframe(own_frames)
         except ValueError:  # there are fewer: a thread of C++ calls us
             frame = _getframe(1)
-        place = self._places.get((id(frame.f_code), frame.f_lasti))
-        return self._place(frame) if place is None else place
-
-    def never_users(self, directories: Sequence[str]) -> None:
-        """Code below these is not the user's."""
-        self._never += tuple(directories)
-        self._sides.clear()
-        self._places.clear()
-
-    def side(self, file: str) -> int:
-        """0: not the user's, 1: a library's, which may call for the user, 2: the user's own."""
-        if file.startswith(self._never):
-            return 0
-        if "site-packages" in file or "dist-packages" in file:  # these may be below the standard library's
-            return 1
-        return 0 if file.startswith(_STANDARD) else 2
-
-    def _place(self, frame: FrameType | None) -> int:
-        """The number of the innermost line that is the user's; a library's if there is none."""
-        sides, library = self._sides, None
-        while frame is not None:
-            code = frame.f_code
-            side = sides.get(id(code))  # its hash takes as long as everything else here
-            if side is None:
-                side = sides[id(code)] = self.side(code.co_filename)
-                self._seen.append(code)
-            if side == 2:
-                # Not by line: it takes long to find in a long function.
-                found = self._places.get((id(code), frame.f_lasti))
-                return found if found is not None else self._new_place(code, frame)
-            if side == 1 and library is None:
-                library = frame
-            frame = frame.f_back
-        return NO_PLACE if library is None else self._new_place(library.f_code, library)
-
-    def _new_place(self, code: CodeType, frame: FrameType) -> int:
-        slot = self._slot_of(code.co_filename, frame.f_lineno, getattr(code, "co_qualname", code.co_name))
-        self._places[id(code), frame.f_lasti] = slot
-        return slot
-
-    def _slot_of(self, file: str, line: int, function: str) -> int:
-        """With many places, the latest are kept."""
-        place = file, line, function
-        slot = self._slots.get(place)
-        if slot is None:
-            slot = next(self._next_slot) % layout.PLACES
-            for known in (self._slots, self._places):
-                for key in [key for key, taken in known.items() if taken == slot]:
-                    del known[key]  # type: ignore[arg-type]
-            self._slots[place] = slot
-            text = f"{line}\0{function[-60:]}\0{file[-150:]}".encode()[: (layout.PLACE_WORDS - 1) * WORD]
-            at = layout.PLACE + slot * layout.PLACE_WORDS
-            start = (at + 1) * WORD
-            self.memory[start : start + len(text)] = text
-            self._words[at] = len(text)
-        return slot
+        place = self._known.get((id(frame.f_code), frame.f_lasti))
+        return self.places.find(frame) if place is None else place
 
 
 def _lengthen(fd: int, _: int, length: int) -> None:
