@@ -182,7 +182,13 @@ def _point_latest(base: Path, directory: Path) -> None:
 
 def find_run(text: str | None, environ: Mapping[str, str] = os.environ) -> Path:
     """The run directory that a person means: a path, a name below the directory of runs, or None for the latest."""
-    base = Path(environ.get(f"{PET_PREFIX}LOG_DIR") or "runs")
+    try:
+        return _find_run(text, Path(environ.get(f"{PET_PREFIX}LOG_DIR") or "runs"))
+    except PermissionError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}; it belongs to another user.") from None
+
+
+def _find_run(text: str | None, base: Path) -> Path:
     if text is None:
         found = _latest(base)
         if found is None:

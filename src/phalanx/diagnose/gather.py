@@ -129,8 +129,8 @@ def _where_runs_go(environ: Mapping[str, str]) -> Space:
         directory = Path(asked).absolute()
     except OSError:  # the working directory is gone
         return Space(asked, 0, 0, is_writable=False)
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    found = space(there) if there.is_dir() else None
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    found = space(there) if os.path.isdir(there) else None  # noqa: PTH112 (Path's raises where one may not look)
     return Space(str(directory), 0, 0, is_writable=False) if found is None else replace(found, path=str(directory))
 
 

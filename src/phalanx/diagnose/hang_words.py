@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnose.hang import Elsewhere, Hang, Waiting
-from phalanx.diagnose.rank_record import MESSAGES, Child, RankRecord
+from phalanx.diagnose.rank_record import MESSAGES, UNNAMED, Child, RankRecord
 from phalanx.diagnose.report import clip
 from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
@@ -118,7 +118,7 @@ def _name(group: Waiting) -> str:
         peer = "any rank" if one.peer is None else f"rank {one.peer}"
         return f"{one.op} {towards} {peer}{'' if one.group in ('', '0') else f' of group {one.group}'}"
     if not one.group:  # init_process_group, rank_zero_first: they have no number
-        return one.op
+        return "a collective" if one.op == UNNAMED else one.op
     return f"{one.op} #{one.number}{'' if one.group == '0' else f' of group {one.group}'}"
 
 

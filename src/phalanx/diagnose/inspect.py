@@ -21,6 +21,7 @@ from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.stacks import Thread, main_thread
 from phalanx.diagnose.standing import RankLook, Row
 from phalanx.errors import UsageError
+from phalanx.status.layout import start_ticks
 
 _DESCRIPTION = """\
 Shows what each rank of a run on this machine is doing: its step, its phase and for how long, the collective that it
@@ -150,7 +151,7 @@ def _look(directory: Path, is_here: bool) -> dict[int, RankLook]:
             continue
         own = processes.facts(page.pid) if is_here else None
         # A pid may be somebody else's by now.
-        is_same = own is not None and own.state not in "ZX" and own.started < page.started_at + 1.0
+        is_same = own is not None and own.state not in "ZX" and start_ticks(page.pid) == page.ticks
         known = conditions.look(page.pid) if is_same else None
         found[page.rank] = RankLook(
             now,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,8 +32,6 @@ class ProcessFacts:
     """Seconds in which it waited for a disk."""
     moved: int
     """Bytes that it has read and written, from wherever."""
-    started: float
-    """Seconds since 1970."""
     faults: int
     """Pages that had to be brought from a disk."""
 
@@ -58,14 +55,8 @@ def facts(pid: int, proc: Path = Path("/proc")) -> ProcessFacts | None:
         throttled=cgroups.throttled(home / "cgroup"),
         disk_wait=int(fields[39]) / _TICKS,
         moved=int(traffic.get("rchar", 0)) + int(traffic.get("wchar", 0)),
-        started=_booted(proc) + int(fields[19]) / _TICKS,
         faults=int(fields[9]),
     )
-
-
-def _booted(proc: Path) -> float:
-    found = re.search(r"^btime (\d+)$", _read(proc / "stat"), re.MULTILINE)
-    return float(found[1]) if found else 0.0
 
 
 def family(pid: int) -> list[int]:

@@ -115,10 +115,10 @@ def _place(frame: Frame) -> str:
 def shorten_path(file: str) -> str:
     """Relative to the working directory, for what lies below it."""
     try:
-        relative = os.path.relpath(file)
-    except ValueError:
+        relative, here = os.path.relpath(file), os.getcwd()  # noqa: PTH109
+    except (ValueError, OSError):  # the working directory is gone
         return file
-    return file if relative.startswith("..") or os.getcwd() == "/" else relative  # noqa: PTH109
+    return file if relative.startswith("..") or here == "/" else relative
 
 
 def _ranks(ranks: Sequence[int]) -> str:

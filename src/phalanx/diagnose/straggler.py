@@ -6,10 +6,11 @@ every step takes all ranks equally long, so the time of a whole step says nothin
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_high
+from statistics import median
 
 from phalanx.status import Window
 from phalanx.status.layout import WINDOW_STEPS
@@ -109,8 +110,9 @@ class Judge:
 
     def _judge(self, step: Mapping[int, Window]) -> list[Straggler]:
         found = []
+        field = Field(step)
         for rank in step:
-            lag = compare(rank, step)
+            lag = field.compare(rank)
             row = self._rows.setdefault(rank, deque(maxlen=_LONGEST_ROW))
             was_slow = rank in self._stragglers
             if lag.is_slow == was_slow:
@@ -124,16 +126,30 @@ class Judge:
         return found
 
 
-def compare(rank: int, step: Mapping[int, Window]) -> Lag:
-    """One rank with the others, in one window. Of two in the middle the slower one counts: with a single fast rank
-    among three the two others are not slow."""
-    own = step[rank]
-    others = [window for other, window in step.items() if other != rank]
-    excess = {
-        phase: (seconds - median_high(window.seconds.get(phase, 0.0) for window in others)) / WINDOW_STEPS
-        for phase, seconds in own.seconds.items()
-    }
-    return Lag(own.own, median_high(window.own for window in others), excess, own.updates)
+class Field:
+    """All ranks in one window. It is sorted once, however many there are."""
+
+    def __init__(self, step: Mapping[int, Window]) -> None:
+        self._step = step
+        self._own = sorted(window.own for window in step.values())
+        phases = {phase for window in step.values() for phase in window.seconds}
+        self._seconds = {phase: sorted(one.seconds.get(phase, 0.0) for one in step.values()) for phase in phases}
+
+    def compare(self, rank: int) -> Lag:
+        """One rank with the others."""
+        own = self._step[rank]
+        excess = {
+            phase: (seconds - _median_of_others(self._seconds[phase], seconds)) / WINDOW_STEPS
+            for phase, seconds in own.seconds.items()
+        }
+        return Lag(own.own, _median_of_others(self._own, own.own), excess, own.updates)
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """Of these without one's own. Of two in the middle the slower one counts: with a single fast rank among three the
+    two others are not slow."""
+    middle = (len(ordered) - 1) // 2
+    return ordered[middle + 1] if bisect_left(ordered, own) <= middle else ordered[middle]
 
 
 def summary(row: Sequence[Lag]) -> Lag:
@@ -155,5 +171,6 @@ def slowest(windows: Mapping[int, Sequence[Window]]) -> tuple[int, Lag] | None:
     if not common:
         return None
     steps = [{rank: known[step] for rank, known in by_step.items()} for step in common]
-    lags = {rank: summary([compare(rank, step) for step in steps]) for rank in by_step}
+    fields = [Field(step) for step in steps]
+    lags = {rank: summary([field.compare(rank) for field in fields]) for rank in by_step}
     return max(lags.items(), key=lambda pair: pair[1].own)

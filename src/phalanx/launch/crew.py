@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import events
+from phalanx import events, status
 from phalanx.launch.console import Console
 from phalanx.launch.member import Member, new_member
 from phalanx.launch.pumps import Pumps
@@ -33,7 +33,9 @@ class Crew:
         spec = self.spec
         run = self.directory.name if spec.run_id == "none" else spec.run_id
         for place in places:
-            events.error_path(self.directory, place.rank).unlink(missing_ok=True)
+            # What an earlier attempt has written would be taken for this one's until it has written its own.
+            for path in (events.error_path(self.directory, place.rank), status.status_path(self.directory, place.rank)):
+                path.unlink(missing_ok=True)
             member = new_member(spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain)
             environment = worker_environment(self.environ, spec, place, master, attempt, run, self.interface)
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method)

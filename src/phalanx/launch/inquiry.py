@@ -39,6 +39,8 @@ class Inquiry:
         """``done`` is called on the thread, when the records are there."""
         self._subjects, self._directory, self._done = subjects, directory, done
         self.records: list[RankRecord] | None = None
+        self.trouble: str | None = None
+        """Why they are not complete."""
         self._thread = threading.Thread(target=self._collect, name="inquiry", daemon=True)
         self._thread.start()
 
@@ -51,6 +53,16 @@ class Inquiry:
         self._thread.join(_LAST_WORDS)
 
     def _collect(self) -> None:
+        """Whatever happens: what was known before is better than nothing."""
+        records = [subject.record for subject in self._subjects]
+        try:
+            records = self._completed()
+        except Exception as error:  # noqa: BLE001 (there is nobody above this but the end of the thread)
+            self.trouble = f"{type(error).__name__}: {error}"
+        self.records = records
+        self._done()
+
+    def _completed(self) -> list[RankRecord]:
         deadline = time.monotonic() + _LONGEST
         with ThreadPoolExecutor(min(16, len(self._subjects))) as pool:
             records = list(pool.map(self._with_page, self._subjects))
@@ -65,7 +77,7 @@ class Inquiry:
             if subject.pid is not None
         ]
         found = stacks_of(wanted, deadline)
-        self.records = [
+        return [
             replace(
                 record,
                 threads=found.get(subject.pid or 0, ()),
@@ -73,7 +85,6 @@ class Inquiry:
             )
             for subject, record in zip(self._subjects, records, strict=True)
         ]
-        self._done()
 
     def _with_page(self, subject: Subject) -> RankRecord:
         """As new as can be. A rank that cannot answer has the page that it had."""

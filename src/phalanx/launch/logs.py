@@ -87,7 +87,12 @@ class LogFile:
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         self._path = path
         self._complain = complain
-        self._fd: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            complain(f"cannot write {path}: {error.strerror}. There is no log there, the run goes on.")
 
     def write(self, data: bytes) -> None:
         if self._fd is None:

@@ -137,7 +137,6 @@ def new_member(
         redirected = spec.redirects.get(local_rank, 0) & stream
         if redirected or spec.tee.get(local_rank, 0) & stream:
             directory = run_directory / f"attempt_{attempt}" / str(local_rank)
-            directory.mkdir(parents=True, exist_ok=True)
             files.append(LogFile(directory / _STREAMS[stream], complain))
             logs.append(files[-1])
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)

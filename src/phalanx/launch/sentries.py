@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Sentries:
         self._counters = Counters()
         self._pace = Pace(directory)
         self._watch: Watch | None = None
+        self._troubled: set[str] = set()
+        """What could not be watched at some time."""
         self.standing: Mapping[str, Any] | None = None
         """The verdict on ranks that stand still, as long as they do."""
         self.hang: Mapping[str, Any] | None = None
@@ -49,10 +52,10 @@ class Sentries:
     def turn(self, watch: Watch) -> None:
         """To be called in every turn of the loop."""
         self._watch, members = watch, watch.members
-        self._memory.turn(members.values(), time.monotonic())
-        self._pace.look(members)
+        self._guarded("memory", lambda: self._memory.turn(members.values(), time.monotonic()))
+        self._guarded("pace", lambda: self._pace.look(members))
         if watch.stopping is None and not any(member.error for member in members.values()):
-            self._stall.look(members)
+            self._guarded("progress", lambda: self._stall.look(members))
         for announcement in self._stall.announced():
             if announcement.lines:
                 self._voice.say(announcement.lines)
@@ -63,6 +66,17 @@ class Sentries:
             self.standing = announcement.verdict
             if announcement.kills:
                 self.hang = announcement.verdict
+
+    def _guarded(self, what: str, look: Callable[[], None]) -> None:
+        """Who watches must not end what it watches: there may be no thread to be had, or no file."""
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the ranks do not care)
+            if what not in self._troubled:
+                self._troubled.add(what)
+                self._record.note("trouble", what=what, traceback=traceback.format_exc())
+                reason = f"{type(error).__name__}: {error}"
+                self._voice.say([f"the ranks' {what} cannot be watched just now ({reason}); the run goes on"])
 
     def close(self) -> None:
         """All ranks have ended."""

@@ -72,6 +72,8 @@ class StallWatch:
         self._count = 0
         self._not_before = 0.0
         self._told: Told | None = None
+        self._trouble: str | None = None
+        """Why not everything could be found out."""
         self._quiet = 0.0
         """The longest that has been seen, of all nodes."""
 
@@ -155,6 +157,7 @@ class StallWatch:
         if others is None and now < case.until and not gets_on:
             return
         self._case = None
+        self._trouble = case.inquiry.trouble
         # Whatever comes of it: ranks that are looked at all the time would never be left in peace.
         self._not_before = now + max(1.0, self._terms.stall_after / 2)
         if others is not None and not gets_on:
@@ -194,7 +197,8 @@ class StallWatch:
             (self._directory / name).write_text(dossier(records, lines), errors="replace")
         except OSError as error:
             return f"the stacks could not be written ({error.strerror})"
-        return f"all stacks: {self._place}/{name}"
+        what = f"what could be found out ({self._trouble})" if self._trouble else "all stacks"
+        return f"{what}: {self._place}/{name}"
 
 
 def _essence(sightings: Sequence[Sighting]) -> tuple[object, ...]:

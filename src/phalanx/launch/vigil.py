@@ -39,9 +39,14 @@ class Vigil:
 
     def look(self, members: Mapping[int, Member], now: float) -> bool:
         """Whether any rank has got on since the last look."""
+        started = time.monotonic()
         if self._looked_at and now - self._looked_at > _SLEPT:
             self._pulses.clear()
-        self._looked_at = now
+        has_moved = self._look(members, now)
+        self._looked_at = now + time.monotonic() - started  # a look at thousands of processes takes its time
+        return has_moved
+
+    def _look(self, members: Mapping[int, Member], now: float) -> bool:
         moved = [rank for rank, member in members.items() if self._has_moved(rank, member)]
         for rank in self._just_moved.difference(moved):
             self._moved_at[rank] = self._when_moved(rank, now)

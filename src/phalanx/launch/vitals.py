@@ -35,7 +35,8 @@ def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None
 def field_of(pid: int, name: str) -> str:
     """From /proc/PID/status; empty when it is not there."""
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        # A name that a process has given itself is cut after 15 bytes, whatever character that is in.
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
             if key == name:
                 return value.strip()

@@ -114,6 +114,7 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
     """Runs the program; how it ends is how this process ends."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would be read in blocks
+    report = status.out_of_the_way(report)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
@@ -205,14 +206,17 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code:
-            _report(report, _record(spec.rank, error, trace, code & 0xFF))
+            _report(report, _record(spec.rank, error, trace, code & 0xFF))  # what sys.exit says, Python prints
         else:
             _end_page()
         raise error
-    _report(report, _record(spec.rank, error, trace, 1))
+    is_told = _report(report, _record(spec.rank, error, trace, 1))
     hook = _users_hook()
     if hook is not None:
         hook(type(error), error, trace)
+    elif not is_told:
+        with contextlib.suppress(OSError):  # its standard error may be gone as well
+            traceback.print_exception(error)
     sys.excepthook = lambda *_: None
     if isinstance(error, KeyboardInterrupt):
         raise error  # the interpreter ends itself by SIGINT, so that the shell knows
@@ -274,9 +278,13 @@ def _shortened(message: str) -> str:
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
 
 
-def _report(fd: int, record: ErrorRecord) -> None:
+def _report(fd: int, record: ErrorRecord) -> bool:
+    """Whether anybody could be told: the agent may be gone, or the script has closed what is not its own."""
     content: dict[str, Any] = dataclasses.asdict(record)
     data = json.dumps({"error": content}).encode() + b"\n"
-    with contextlib.suppress(OSError):  # the agent is gone, or the script has closed what is not its own
+    try:
         while data:
             data = data[os.write(fd, data) :]
+    except OSError:
+        return False
+    return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from phalanx.status.page import Flight, StatusPage
 _LOOK_EVERY = 0.1
 """Seconds. A look takes a quarter of a millisecond of a process that is busy with other things."""
 _STUCK_SECONDS = 1.0
+_TRIES = 100
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -44,7 +46,7 @@ _reader: Reader | None = None
 
 def install() -> None:
     """The thread begins with the first process group: before, a script may want to fork."""
-    if not hasattr(torch_recorder(), "_dump_fr_trace_json"):  # torch before 2.5
+    if not is_there():
         return
     plain = c10d._new_process_group_helper
 
@@ -61,6 +63,17 @@ def torch_recorder() -> Any:
     import torch._C._distributed_c10d as native
 
     return native
+
+
+def is_there() -> bool:
+    """Whether it records anything: older versions of torch have none for gloo, and it can be turned off."""
+    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    return bool(_dumps()) and next((size for size in sizes if size is not None), "") != "0"
+
+
+def _dumps() -> list[str]:
+    """nccl's collectives are in a recorder of their own."""
+    return [name for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(torch_recorder(), f"{name}_json")]
 
 
 def begin() -> None:
@@ -96,18 +109,22 @@ class Reader:
     """The collectives in the page are those of now."""
 
     def live(self) -> None:
+        has_complained = False
         while True:
             time.sleep(_LOOK_EVERY)
-            if status.own() is self.page:
+            if status.own() is not self.page:
+                continue
+            try:
                 self.look()
+            except Exception as error:  # noqa: BLE001 (without this thread, a rank that gets on would look as if it hung)
+                if not has_complained:
+                    has_complained = True
+                    what = f"{type(error).__name__}: {error}"
+                    print(f"phalanx: what this rank does could not be noted ({what}); trying on", file=sys.stderr)
 
     def look(self) -> None:
         """Notices how far each group has come."""
-        found = json.loads(torch_recorder()._dump_fr_trace_json(False, False)).get("pg_status", {})
-        now = {
-            number: (int(of["last_enqueued_collective"]), int(of["last_completed_collective"]))
-            for number, of in found.items()
-        }
+        now = how_far()
         if now != self.seen:
             self._note(now)
         is_running = any(
@@ -128,7 +145,7 @@ class Reader:
         for number, (enqueued, completed) in now.items():
             name = self.names.get(number)
             if name:
-                self.page.group(name, ranks_of(name), max(enqueued, 0), max(completed, 0))
+                self.page.group(name, ranks_of(name), enqueued, completed)
         if self.is_written:
             self.is_written = False
             for index in range(layout.FLIGHT_ENTRIES):
@@ -136,7 +153,7 @@ class Reader:
 
     def _learn_names(self) -> None:
         """Of new groups; torch tells them only with their collectives."""
-        script = {name for group, name in c10d._world.pg_names.items() if not is_noted_elsewhere(group)}
+        script = {name for group, name in _names() if not is_noted_elsewhere(group)}
         for entry in entries():
             name = entry["process_group"][0]
             self.names[str(entry["pg_id"])] = name if name in script else None
@@ -151,7 +168,7 @@ class Reader:
     def _flight(self, entry: dict[str, Any]) -> Flight:
         name = entry["process_group"][0]
         enqueued, completed = self.seen.get(str(entry["pg_id"]), (0, 0))
-        group = self.page.group(name, ranks_of(name), max(enqueued, 0), max(completed, 0))
+        group = self.page.group(name, ranks_of(name), enqueued, completed)
         created = entry["time_created_ns"] / 1e9
         ended = (entry["time_discovered_completed_ns"] or entry["time_created_ns"]) / 1e9 if entry["retired"] else 0.0
         sizes = entry["input_sizes"] or entry["output_sizes"]
@@ -173,11 +190,24 @@ class Reader:
         return found
 
 
+def how_far() -> dict[str, tuple[int, int]]:
+    """Each group's last enqueued and last completed collective, by torch's number. One of two backends has both."""
+    found: dict[str, tuple[int, int]] = {}
+    for name in _dumps():
+        groups = json.loads(getattr(torch_recorder(), f"{name}_json")(False, False)).get("pg_status", {})
+        for number, of in groups.items():
+            enqueued, completed = found.get(number, (0, 0))
+            enqueued += max(int(of["last_enqueued_collective"]), 0)
+            found[number] = enqueued, completed + max(int(of["last_completed_collective"]), 0)
+    return found
+
+
 def entries(stacks: bool = False) -> list[dict[str, Any]]:
     """The flight recorder's, oldest first."""
     with without_compiler():
-        found = torch_recorder()._dump_fr_trace(True, stacks, False)
-    return pickle.loads(found).get("entries", [])
+        dumps = [getattr(torch_recorder(), name)(True, stacks, False) for name in _dumps()]
+    found = [entry for dump in dumps for entry in pickle.loads(dump).get("entries", [])]
+    return sorted(found, key=lambda entry: entry["time_created_ns"])
 
 
 def is_noted_elsewhere(group: Any) -> bool:
@@ -186,9 +216,19 @@ def is_noted_elsewhere(group: Any) -> bool:
 
 
 def ranks_of(name: str) -> list[int]:
-    for group, known in c10d._world.pg_names.items():
+    for group, known in _names():
         if known == name:
             return sorted(c10d._world.pg_group_ranks.get(group, {}))
+    return []
+
+
+def _names() -> list[tuple[Any, str]]:
+    """Of all groups. The script may be making one just now."""
+    for _ in range(_TRIES):
+        try:
+            return list(c10d._world.pg_names.items())
+        except RuntimeError:  # the dictionary has changed meanwhile
+            continue
     return []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -27,8 +27,18 @@ def _noted(op: int, plain: Callable[..., Any]) -> Callable[..., Any]:
         group = given.get("group") or dist.group.WORLD
         if status.own() is None or is_noted_elsewhere(group):
             return plain(tensor, *args, **kwargs)
-        peer = given.get("src", given.get("dst"))
+        peer = _peer(given, group)
         with status.waiting(op, peer=layout.NO_PEER if peer is None else peer, size=tensor.numel()):
             return plain(tensor, *args, **kwargs)
 
     return message
+
+
+def _peer(given: Mapping[str, Any], group: Any) -> int | None:
+    """Among all ranks; None: anybody. Newer versions of torch also take its number in the group."""
+    for among_all, in_group in (("src", "group_src"), ("dst", "group_dst")):
+        if given.get(among_all) is not None:
+            return given[among_all]
+        if given.get(in_group) is not None:
+            return dist.get_global_rank(group, given[in_group])
+    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+from _thread import get_ident
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,17 @@ def install() -> None:
     status.when_begun(lambda page: page.places.never_users([_TORCH]))
 
 
+def _page_of_the_loop() -> status.StatusPage | None:
+    """None in another thread: one that saves or fetches beside the loop says nothing of where the loop is."""
+    page = status.own()
+    return page if page is not None and page.thread == get_ident() else None
+
+
 def _fetching(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(plain)
     def fetch(loader: Any) -> Any:
         global _after_a_step
-        page = status.own()
+        page = _page_of_the_loop()
         if page is None:
             return plain(loader)
         _after_a_step = layout.OTHER
@@ -60,7 +67,7 @@ def _in_phase(phase: int, plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         # A compiler that traces this has to find nothing but the function itself.
-        page = None if torch.compiler.is_compiling() else status.own()
+        page = None if torch.compiler.is_compiling() else _page_of_the_loop()
         if page is None:
             return plain(*args, **kwargs)
         before = page.enter(phase)
@@ -80,6 +87,7 @@ def _going_backward(plain: Callable[..., Any]) -> Callable[..., Any]:
         page = None if torch.compiler.is_compiling() else status.own()
         if page is None:
             return plain(*args, **kwargs)
+        page.thread = get_ident()  # where there is a backward, there is the loop
         before = page.enter(layout.BACKWARD)
         try:
             return plain(*args, **kwargs)

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
 from phalanx import status
+from phalanx.recorder import flight
+from phalanx.status import layout
 
 _engine: Any = torch.autograd.Variable._execution_engine
 
@@ -25,7 +27,7 @@ def install() -> None:
     if not dist.is_available():
         return
     work: Any = dist.Work
-    work.wait = _waiting(work.wait)
+    work.wait = (_waiting if flight.is_there() else _noted_waiting)(work.wait)
     dist._broadcast_coalesced = _waiting(dist._broadcast_coalesced)
     DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)
 
@@ -55,14 +57,31 @@ def _ask(_: Tensor) -> None:
 
 
 def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """It is the end of a collective, whatever backend runs it."""
+
     @functools.wraps(plain)
     def wait(*args: Any, **kwargs: Any) -> Any:
         page = None if torch.compiler.is_compiling() else status.own()
         if page is None or not page.block():
             return plain(*args, **kwargs)
         try:
-            return plain(*args, **kwargs)
+            result = plain(*args, **kwargs)
         finally:
             page.unblock()
+        page.tick()
+        return result
+
+    return wait
+
+
+def _noted_waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The same where torch does not say which collective it is."""
+
+    @functools.wraps(plain)
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return plain(*args, **kwargs)
+        with status.waiting(layout.COLLECTIVE):
+            return plain(*args, **kwargs)
 
     return wait

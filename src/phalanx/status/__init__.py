@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +51,7 @@ __all__ = [
     "begin",
     "complete",
     "from_fields",
+    "out_of_the_way",
     "own",
     "phase",
     "pulse",
@@ -82,7 +85,9 @@ def begin(directory: Path, rank: int, world_size: int) -> None:
         _own = None
         return
     with contextlib.suppress(OSError):
-        fd = os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = out_of_the_way(
+            os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        )
         # Not of all threads: others may run on while a signal handler reads their stacks, and crash it. The file stays
         # open as long as the process.
         faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False)
@@ -91,10 +96,24 @@ def begin(directory: Path, rank: int, world_size: int) -> None:
         call(_own)
 
 
+def out_of_the_way(fd: int) -> int:
+    """The same file with a high number: a script that closes everything from 3 on, as daemons do, gets the low ones for
+    its own files, and we would write into them."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    least = 512 if limit == resource.RLIM_INFINITY else min(512, limit // 2)
+    try:
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, least)
+    except OSError:  # no number is left up there
+        return fd
+    os.close(fd)
+    return moved
+
+
 def write_stacks() -> None:
     """The same for all threads, from a thread that has the interpreter to itself."""
     if _stacks >= 0:
-        os.write(_stacks, text_of_stacks().encode(errors="replace"))
+        with contextlib.suppress(OSError):  # a full disk, or the script has closed what is not its own
+            os.write(_stacks, text_of_stacks().encode(errors="replace"))
 
 
 def when_begun(call: Callable[[StatusPage], None]) -> None:

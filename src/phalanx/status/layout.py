@@ -6,7 +6,7 @@ record where both are equal and that is still the same when it looks again.
 
 | word | what                                                                              |
 | ---- | --------------------------------------------------------------------------------- |
-| 0    | who: magic, version, pid, rank, world size, start                                 |
+| 0    | who: magic, version, pid, rank, world size, start, the same in the kernel's ticks |
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
 | 24   | seconds in each phase so far, and in collectives that we record ourselves         |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
@@ -22,10 +22,11 @@ record where both are equal and that is still the same when it looks again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from struct import Struct
 
 MAGIC = b"phx-stat"
-VERSION = 3
+VERSION = 4
 WORD = 8
 PAGE_WORDS = 2048
 PAGE_BYTES = PAGE_WORDS * WORD
@@ -37,9 +38,10 @@ SECONDS = 24
 ASKED, ANSWERED = 40, 41
 STACKS_ASKED, STACKS_ANSWERED = 44, 45
 GROUP, GROUPS, GROUP_WORDS = 64, 16, 20
-NAME_BYTES, RANKS_BYTES = 24, 104
-GROUP_RECORD = Struct(f"@Q{NAME_BYTES}s{RANKS_BYTES}sQQQ")
-"""A number, the name, the ranks, last enqueued, last completed, the number."""
+NAME_BYTES, RANKS_BYTES = 24, 96
+GROUP_RECORD = Struct(f"@QQ{NAME_BYTES}s{RANKS_BYTES}sQQQ")
+"""A number, the group's number in this page, its name, the ranks, last enqueued, last completed, the number. The first
+group, which has all ranks, keeps its place; the others share the rest, and the latest are there."""
 RING, RING_ENTRIES = 384, 32
 ENTRY_WORDS, ENTRY_RECORD = 12, Struct("@QQQQQQdddQ")
 """A collective: a number, its kind, number in its group, size, peer, place, when queued, started, ended, the number."""
@@ -71,7 +73,16 @@ DTYPES = (
     *("complex64", "complex128", "other"),
 )
 NO_PLACE = NO_PEER = 0xFFFF
-NO_GROUP = 0xFF
+NO_GROUP = 0xFFFFFF
+
+
+def start_ticks(pid: int | str) -> int:
+    """When a process began, in the kernel's ticks since it booted; 0 where that is not to be had."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return 0
+    return int(stat.rpartition(b")")[2].split()[19])  # the command's name may hold spaces and parentheses
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ functions here where a call would cost more than what it does.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 from _thread import get_ident
@@ -28,6 +29,7 @@ from phalanx.status.layout import (
     WAITED,
     WORD,
     runs_of,
+    start_ticks,
 )
 from phalanx.status.places import Places
 from phalanx.status.windows import Cutter
@@ -69,6 +71,9 @@ class StatusPage:
         self._since = time()
         self._beats = self._epoch = self._step = self._samples = self._updates = 0
         self._groups: dict[str, int] = {}
+        self._next_group = itertools.count()
+        self._in_slots = [-1] * layout.GROUPS
+        """The group that is noted in each."""
         self._recorded = self._writes = 0
         self.thread = get_ident()  # the one that makes it is the one with the loop
         self._blocked_since = 0.0
@@ -79,7 +84,7 @@ class StatusPage:
         self._write_loop()
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
             self._words[word] = value
-        self._doubles[5] = self._since
+        self._doubles[5], self._words[6] = self._since, start_ticks("self")
         self.memory[: len(layout.MAGIC)] = layout.MAGIC
 
     # ---- the loop
@@ -105,6 +110,10 @@ class StatusPage:
             doubles = self._doubles
             own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
             self._cutter.cut(own, self._since)
+
+    def tick(self) -> None:
+        """It gets on."""
+        self._write_loop()
 
     @property
     def is_in_backward(self) -> bool:
@@ -132,18 +141,18 @@ class StatusPage:
 
     def group(self, name: str, ranks: Sequence[int], enqueued: int | None = None, completed: int | None = None) -> int:
         """The number by which collectives refer to this group. With many groups, the latest are kept."""
-        slot = self._groups.get(name)
-        if slot is None:
-            slot = len(self._groups) % layout.GROUPS
-            self._groups[name] = slot
+        number = self._groups.get(name)
+        if number is None or self._in_slots[_slot(number)] != number:  # others have taken its place
+            self._groups[name] = number = next(self._next_group)
+            self._in_slots[_slot(number)] = number
         self._writes += 1
         # One more than the numbers: zero says that the flight recorder does not see this group.
         layout.GROUP_RECORD.pack_into(
-            *(self.memory, (layout.GROUP + slot * layout.GROUP_WORDS) * WORD, self._writes),
-            *(name.encode()[-layout.NAME_BYTES :], _shortened(ranks).encode()[: layout.RANKS_BYTES]),
+            *(self.memory, (layout.GROUP + _slot(number) * layout.GROUP_WORDS) * WORD, self._writes, number),
+            *(name.encode()[-layout.NAME_BYTES :], _shortened(ranks, layout.RANKS_BYTES).encode()),
             *(0 if enqueued is None else enqueued + 1, 0 if completed is None else completed + 1, self._writes),
         )
-        return slot
+        return number
 
     # ---- collectives
 
@@ -238,6 +247,12 @@ def _lengthen(fd: int, _: int, length: int) -> None:
     os.ftruncate(fd, length)
 
 
-def _shortened(ranks: Sequence[int]) -> str:
-    """0-3,6 for 0, 1, 2, 3, 6."""
-    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs_of(ranks))
+def _slot(group: int) -> int:
+    """Nobody takes the first one's, which has all ranks."""
+    return 0 if group == 0 else 1 + (group - 1) % (layout.GROUPS - 1)
+
+
+def _shortened(ranks: Sequence[int], most: int) -> str:
+    """0-3,6 for 0, 1, 2, 3, 6. If that is too long, the last ones are left out."""
+    text = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs_of(ranks))
+    return text if len(text) <= most else text[: text.rfind(",", 0, most + 1)]

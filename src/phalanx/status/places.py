@@ -80,7 +80,9 @@ class Places:
                 for key in [key for key, taken in known.items() if taken == slot]:
                     del known[key]  # type: ignore[arg-type]
             self._slots[place] = slot
-            text = f"{line}\0{function[-60:]}\0{file[-150:]}".encode()[: (layout.PLACE_WORDS - 1) * WORD]
+            text = f"{line}\0{function[-60:]}\0{file[-150:]}".encode(errors="replace")[
+                : (layout.PLACE_WORDS - 1) * WORD
+            ]
             at = layout.PLACE + slot * layout.PLACE_WORDS
             start = (at + 1) * WORD
             self._memory[start : start + len(text)] = text

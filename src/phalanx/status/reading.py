@@ -99,6 +99,8 @@ class Status:
     """Seconds of each phase in which its loop waited for other ranks."""
     blocked_since: float | None = None
     """When it began to, if it waits now."""
+    ticks: int = 0
+    """When its process began, by the kernel's own count: no change of the clock changes that. 0: not known."""
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -229,6 +231,7 @@ def _parsed(page: _Page, again: _Page) -> Status:
         *(seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
         *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
+        ticks=page.words[6],
     )
 
 
@@ -243,8 +246,8 @@ def _groups(page: _Page, again: _Page) -> dict[int, Group]:
     for slot in range(layout.GROUPS):
         record = page.record(layout.GROUP + slot * layout.GROUP_WORDS, layout.GROUP_RECORD, again)
         if record is not None:
-            name, ranks, enqueued, completed = record
-            found[slot] = Group(
+            number, name, ranks, enqueued, completed = record
+            found[number] = Group(
                 _text(name),
                 _spread(_text(ranks)),
                 enqueued - 1 if enqueued else None,
