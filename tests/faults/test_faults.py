@@ -263,6 +263,22 @@ def test_ctrl_c_while_a_rank_is_blocked_and_another_cleans_up(script, tmp_path: 
     assert (tmp_path / "saved-1").exists()
 
 
+def test_a_script_that_closes_what_is_not_its_own(phalanx: Runner, script, tmp_path: Path) -> None:
+    """As programs do that become daemons. What we would have told goes neither into its files nor to nowhere."""
+    name = script(
+        """
+        import os
+        os.closerange(3, 4096)
+        file = open("own", "w")
+        raise ValueError("told all the same")
+        """
+    )
+    outcome = phalanx("run", *WITHOUT_TORCH, name)
+    assert outcome.code == 1
+    assert "ValueError: told all the same" in (tmp_path / "runs/latest/rank-0.log").read_text()
+    assert (tmp_path / "own").read_text() == ""
+
+
 JUST_FAILED = """
 import atexit, os, time
 

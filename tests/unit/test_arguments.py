@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from phalanx import cli
@@ -28,3 +32,10 @@ def test_a_mistake_is_one_line(line: str, capsys: pytest.CaptureFixture[str]) ->
     assert MISTAKES[line] in err
     command = " ".join(word for word in line.split()[:2] if word.isalpha() and word != "soon")
     assert err.endswith(f"`phalanx {command} --help` lists the flags.\n")
+
+
+def test_a_console_without_our_characters_shows_others() -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([sys.executable, "-m", "phalanx", "--help"], capture_output=True, text=True, env=environ)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "phalanx run [flags] script.py ?" in shown.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -289,3 +290,12 @@ def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:
     slow, mixed = Repetition(), Repetition()
     assert not any(slow.add(raised(0, 11.0 * n)) for n in range(9))
     assert not any(mixed.add(raised(0, float(n), message=f"attempt {n % 4 // 2}")) for n in range(9))
+
+
+def test_a_path_when_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    assert report.shorten_path(f"{gone}/train.py") == "train.py"
+    gone.rmdir()
+    assert report.shorten_path(f"{gone}/train.py") == f"{gone}/train.py"

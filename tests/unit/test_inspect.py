@@ -205,6 +205,9 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert "\nrank 0, innermost first:\n" in capsys.readouterr().out
     found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])
     assert [(one["rank"], one["is_alive"], one["step"]) for one in found["ranks"]] == [(0, True, 17), (1, False, 17)]
+    pages[0]._words[6] -= 1  # its pid is another process's by now
+    found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])
+    assert [one["is_alive"] for one in found["ranks"]] == [False, False]
     events.write_json(run_directory / events.REPORT_FILE, {"exit_code": 137, "seconds": 12.5})
     assert "ended with exit code 137 after 12.5 s; so it stood" in command(capsys, "--seconds", "0")[1]
 

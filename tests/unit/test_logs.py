@@ -115,3 +115,18 @@ def test_a_console_that_is_gone_is_no_fault() -> None:
     console.put(Source(), writer, b"nobody reads this\n")
     console.close()
     os.close(writer)
+
+
+def test_a_log_that_cannot_be_opened_does_not_stop_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    (tmp_path / "file").touch()
+    log = LogFile(tmp_path / "file" / "rank-0.log", said.append)
+    log.write(b"a line\n")
+    log.close()
+    where = tmp_path / "file" / "rank-0.log"
+    assert said == [f"cannot write {where}: File exists. There is no log there, the run goes on."]
+    log = LogFile(tmp_path / "removed" / "rank-0.log", said.append)  # somebody has cleared up the run directory
+    log.write(b"a line\n")
+    log.close()
+    assert (tmp_path / "removed" / "rank-0.log").read_bytes() == b"a line\n"
+    assert len(said) == 1

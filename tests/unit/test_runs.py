@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -45,6 +46,15 @@ def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (first / "run.json").write_text("{")
     with pytest.raises(UsageError, match=r"run\.json cannot be read: it is no JSON"):
         runs.load(first)
+
+
+def test_a_run_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(UsageError, match=r"^/theirs/run.json cannot be read: Permission denied; it belongs to another"):
+        events.find_run("/theirs", {})
 
 
 def test_an_event_file_tells_whether_its_writer_lives(tmp_path: Path) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +18,9 @@ from phalanx import status
 from phalanx.diagnose import rank_record
 from phalanx.diagnose.patience import Sighting
 from phalanx.diagnose.rank_record import RankRecord, Vitals
+from phalanx.launch import inquiry, vigil, vitals
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
+from phalanx.launch.sentries import Sentries
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.tidings import Tidings
 from phalanx.launch.vigil import Vigil
@@ -178,3 +181,61 @@ def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]]
     while ("call", number) not in written:
         assert time.monotonic() < deadline
         assert not look(watch, ranks, 0.1)
+
+
+def test_what_is_known_before_is_better_than_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inquiry itself may fail, wherever; the verdict is told all the same."""
+    monkeypatch.setattr(inquiry, "stacks_of", lambda *_: 1 / 0)
+    (announcement,) = look(ranks.watch(Hearing()), ranks, LONG)
+    assert announcement.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32)")
+    assert "what could be found out (ZeroDivisionError: division by zero): runs/x/stall-1.txt" in announcement.lines[-1]
+
+
+def test_a_name_that_is_cut_in_the_middle_of_a_character() -> None:
+    code = "open('/proc/self/comm', 'wb').write('ä'.encode() * 9); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert vitals.field_of(process.pid, "Pid") == str(process.pid)
+        process.communicate(b"\n")
+
+
+def test_a_look_that_takes_long_is_no_progress(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(vigil, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
+    seen = vigil.Vigil(ranks.directory, STALL_AFTER)
+    plain = seen._look
+
+    def slow(*arguments: Any) -> bool:
+        clock.now += 2 * vigil._SLEPT
+        return plain(*arguments)
+
+    monkeypatch.setattr(seen, "_look", slow)
+    moved = []
+    for _ in range(4):
+        clock.now += 1.0
+        moved.append(seen.look(ranks.members, clock.now))
+    assert moved == [True, False, False, False]
+    clock.now += 2 * vigil._SLEPT
+    assert seen.look(ranks.members, clock.now), "the agent itself was stopped: nobody knows what they did meanwhile"
+
+
+def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    spec = SimpleNamespace(stall_after=1.0, on_stall="wait")
+    noted: list[str] = []
+    record = SimpleNamespace(note=lambda event, **fields: noted.append(fields["traceback"]))
+    voice = SimpleNamespace(say=lambda lines, *_: said.extend(lines))
+    sentries = Sentries(cast(Any, spec), tmp_path, cast(Any, record), cast(Any, voice), lambda: None)
+    sentries.begin("runs/x", Hearing())
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(StallWatch, "look", fail)
+    for _ in range(3):
+        sentries.turn(cast(Any, SimpleNamespace(members={}, stopping=None)))
+    reason = "RuntimeError: can't start new thread"
+    assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run goes on"]
+    assert len(noted) == 1
+    assert "in fail" in noted[0]

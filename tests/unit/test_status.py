@@ -103,6 +103,41 @@ def test_places_are_used_again(path: Path) -> None:
     assert [str(one.place) for one in found_at(path).collectives] == [f"train.py:{line}" for line in range(69, 101)]
 
 
+def test_more_groups_than_there_is_room_for(path: Path) -> None:
+    """The first one, which has all ranks, keeps its place. Nobody is taken for another."""
+    page = StatusPage(path)
+    world = page.group("0", range(8))
+    old = page.group("old", [0])
+    page.end(all_reduce(page, old, 3), 0.0)
+    page.end(all_reduce(page, world, 4), 0.0)
+    for number in range(layout.GROUPS - 1):
+        page.group(f"new {number}", [number])
+    found = found_at(path)
+    assert [(one.group, one.number) for one in found.collectives] == [("", 3), ("0", 4)]
+    names = [group.name for group in found.groups]
+    assert sorted(names) == ["0", *sorted(f"new {number}" for number in range(layout.GROUPS - 1))]
+    page.end(all_reduce(page, page.group("old", [0]), 5), 0.0)
+    assert found_at(path).collectives[-1].group == "old"
+    assert page.group("0", range(8)) == world
+
+
+def test_a_long_list_of_ranks_is_cut_between_two(path: Path) -> None:
+    page = StatusPage(path)
+    ranks = range(0, 400, 3)
+    page.group("0", ranks)
+    (group,) = found_at(path).groups
+    assert 20 < len(group.ranks) < len(ranks)
+    assert group.ranks == tuple(ranks)[: len(group.ranks)]
+
+
+def test_a_path_that_is_not_utf_8(path: Path) -> None:
+    page = StatusPage(path)
+    slot = page.places.slot_of("/caf\udce9/train.py", 7, "step")
+    page.fly(0, Flight(layout.kind_of(layout.NO_GROUP, 1, 1), 1, 1, 1.0, 1.0, 0.0, ("/caf\udce9/train.py", 7, "step")))
+    (one,) = found_at(path).collectives
+    assert (slot, str(one.place)) == (0, "train.py:7")
+
+
 def test_places_are_found_by_several_threads_at_once(path: Path) -> None:
     """The loop's, and the one that reads torch's flight recorder."""
     page = StatusPage(path)

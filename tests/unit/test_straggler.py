@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median_high
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx import status
 from phalanx.diagnose import cgroups, conditions, processes, straggler_words
 from phalanx.diagnose.conditions import Conditions
-from phalanx.diagnose.straggler import Judge, Straggler, slowest
+from phalanx.diagnose.straggler import Field, Judge, Straggler, slowest
 from phalanx.launch.docket import Clerk, Docket
 from phalanx.launch.hearing import Court, Hearing
 from phalanx.launch.pace import Pace
@@ -50,6 +53,16 @@ def with_one(slow: int, count: int, first: int, world: int, more: dict[str, floa
         {rank: window(first + 10 * index, **(more if rank == slow else {})) for rank in range(world)}
         for index in range(count)
     ]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 1.5, 2.0, 7.0]), min_size=2, max_size=9))
+def test_the_middle_of_the_others_is_found_without_sorting_them_for_each(times: list[float]) -> None:
+    field = Field({rank: Window(10, {"data": seconds, "forward": 1.0}) for rank, seconds in enumerate(times)})
+    for rank, seconds in enumerate(times):
+        lag = field.compare(rank)
+        usual = median_high(times[:rank] + times[rank + 1 :])
+        assert (lag.own, lag.usual) == ((seconds + 1.0) / 10, (usual + 1.0) / 10)
+        assert lag.excess == {"data": (seconds - usual) / 10, "forward": 0.0}
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -1,0 +1,120 @@
+"""Torch's flight recorder as we read it: nccl's beside gloo's, groups that are being made, and looks that fail."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from phalanx import status
+from phalanx.recorder import flight, messages, phases
+from phalanx.status import StatusPage, layout
+
+
+def recorder(**groups: dict[str, tuple[int, int]]) -> Any:
+    """What torch has: a dump for each of these, with how far each group has come."""
+
+    def dump_json(found: dict[str, tuple[int, int]]) -> str:
+        fields = {
+            number: {"last_enqueued_collective": enqueued, "last_completed_collective": completed}
+            for number, (enqueued, completed) in found.items()
+        }
+        return json.dumps({"pg_status": fields})
+
+    names: dict[str, Any] = {}
+    for order, (name, found) in enumerate(groups.items()):
+        names[f"{name}_json"] = lambda *_, found=found: dump_json(found)
+        entries = [{"name": name, "time_created_ns": 10 * number - order} for number in (1, 2)]
+        names[name] = lambda *_, entries=entries: pickle.dumps({"entries": entries})
+    return SimpleNamespace(**names)
+
+
+def test_nccl_has_a_recorder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = recorder(_dump_fr_trace={"0": (5, 4), "1": (-1, -1)}, _dump_nccl_trace={"0": (7, 7), "2": (3, 1)})
+    monkeypatch.setattr(flight, "torch_recorder", lambda: both)
+    assert flight.how_far() == {"0": (12, 11), "1": (0, 0), "2": (3, 1)}
+    assert [entry["time_created_ns"] for entry in flight.entries()] == [9, 10, 19, 20]
+    monkeypatch.setattr(flight, "torch_recorder", lambda: recorder(_dump_nccl_trace={"0": (7, 7)}))
+    assert flight.is_there()
+    assert flight.how_far() == {"0": (7, 7)}
+
+
+def test_an_old_torch_or_one_that_is_told_not_to_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert flight.is_there()
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    assert not flight.is_there()
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
+    monkeypatch.setattr(flight, "torch_recorder", SimpleNamespace)
+    assert not flight.is_there()
+
+
+def test_a_look_that_fails_is_not_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its thread, a rank that gets on would look as if it hung."""
+    page = StatusPage(tmp_path / "rank-0.status")
+    monkeypatch.setattr(status, "_own", page)
+    monkeypatch.setattr(flight, "_LOOK_EVERY", 0.001)
+    looks = iter([OSError("no space"), OSError("no space"), SystemExit()])  # the last one ends it
+
+    def look(_: flight.Reader) -> None:
+        raise next(looks)
+
+    monkeypatch.setattr(flight.Reader, "look", look)
+    with pytest.raises(SystemExit):
+        flight.Reader(page).live()
+    assert capsys.readouterr().err == "phalanx: what this rank does could not be noted (OSError: no space); trying on\n"
+
+
+def test_groups_that_are_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Changing(dict[Any, str]):
+        tries = 0
+
+        def items(self) -> Any:
+            Changing.tries += 1
+            if Changing.tries < 3:
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().items()
+
+    world = SimpleNamespace(pg_names=Changing({"a": "7"}), pg_group_ranks={"a": {3: 0, 1: 1}})
+    monkeypatch.setattr(flight.c10d, "_world", world)
+    assert flight.ranks_of("7") == [1, 3]
+
+
+def test_the_other_side_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: {"pair": {0: 4, 1: 6}}[group][rank])
+    assert messages._peer({"src": 3}, "pair") == 3
+    assert messages._peer({"src": None, "group_src": 1}, "pair") == 6
+    assert messages._peer({"group_dst": 0}, "pair") == 4
+    assert messages._peer({"dst": 0}, "pair") == 0
+    assert messages._peer({}, "pair") is None
+
+
+def test_a_thread_beside_the_loop_says_nothing_of_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = StatusPage(tmp_path / "rank-0.status")
+    monkeypatch.setattr(status, "_own", page)
+    seen: list[str] = []
+
+    def save() -> None:
+        found = status.read(tmp_path / "rank-0.status")
+        assert found is not None
+        seen.append(found.phase)
+
+    page.enter(layout.FORWARD)
+    noted = phases._in_phase(layout.CHECKPOINT, save)
+    noted()
+    thread = threading.Thread(target=noted)
+    thread.start()
+    thread.join()
+    assert seen == ["checkpoint", "forward"]
+    backward = phases._going_backward(save)
+    thread = threading.Thread(target=lambda: (backward(), noted()))  # a loop that is not in the main thread
+    thread.start()
+    thread.join()
+    assert seen[2:] == ["backward", "checkpoint"]
