@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -23,7 +22,9 @@ from phalanx import errors, ports, stores
 from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
 
 _SLICE = 2.0
-"""A wait in the store cannot be interrupted, so it is done in pieces of this length."""
+"""After which it is looked whether the others are still there."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two looks into the store: none needs to be longer than a fraction of what has been waited so far."""
 _FIRST_WORD = 10.0
 _joins = itertools.count()
 
@@ -133,17 +134,19 @@ def _address_to_serve(host: str) -> str:
 
 
 def wait_for(store: Any, key: str, seconds: float) -> bool:
-    """Whether the key was there within that time. Losing the store is an error; a timeout is none."""
-    from torch.distributed import DistNetworkError, DistStoreError
+    """Whether the key was there within that time. Losing the store is an error; a timeout is none.
 
-    try:
-        store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-    except DistNetworkError:
-        raise
-    except RuntimeError as error:  # each kind of store has its own way to say it
-        if not isinstance(error, DistStoreError) and "timeout" not in str(error).lower():
-            raise
-        return False
+    Not by the store's own wait: no signal interrupts that, and each one that ends without the key is two lines of
+    warnings from torch on standard error.
+    """
+    deadline = time.monotonic() + seconds
+    pause = _FIRST_PAUSE
+    while not store.check([key]):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(pause * 1.3, _LONGEST_PAUSE)
     return True
 
 

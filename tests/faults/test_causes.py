@@ -355,6 +355,25 @@ def test_ranks_that_have_called_different_collectives_are_named_with_their_lines
     assert re.search(r"^rank [012]: called another collective, ", told, re.MULTILINE), told
 
 
+def test_the_same_on_gloo_which_ends_the_rank_that_notices(phalanx: Runner, script) -> None:
+    name = script(
+        """
+        import time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.all_reduce(torch.ones(1))
+        else:
+            dist.all_reduce(torch.ones(1000))
+        time.sleep(60)
+        """
+    )
+    block = shown(phalanx("run", "--nproc-per-node", "2", "--backend", "as-written", name))
+    assert "rank 1 failed: SIGABRT, gloo has received 1000 bytes where 4 were expected: the ranks have called" in block
+    assert "\n  at train.py:6: dist.all_reduce(torch.ones(1))\n" in block
+    assert "\n  rank 0 at train.py:8: dist.all_reduce(torch.ones(1000))\n" in block
+
+
 # ---- phalanx report
 
 

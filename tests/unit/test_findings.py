@@ -106,6 +106,32 @@ def test_who_has_called_another_collective_is_no_victim() -> None:
     assert (fell.victims, fell.elsewhere) == ((1,), ())
 
 
+def test_gloo_ends_the_rank_that_notices() -> None:
+    """The others lose their connection to it, at the lines where they had called something else."""
+    here, there = (Frame("/elsewhere/train.py", line, "step", f"call({line})") for line in (10, 8))
+    said = "  what():  [enforce fail at /x/pair.cc:456] op.preamble.length <= op.nbytes. 772 vs 4. Received data size …"
+    aborted = Ending(1, 101, 1.0, signal=6, tail=("terminate called …", said), called=here, crash=(here,))
+    verdict = find_cause([raised(0, 1.1, "RuntimeError", GLOO, called=there), aborted, Ending(2, 102, 1.2, signal=15)])
+    assert (verdict.cause.rank, verdict.victims, verdict.elsewhere) == (1, (2,), ((there, (0,)),))
+    block = report.failure_block(verdict, world_size=3, host="h", started=0.0, log="/x/rank-1.log")
+    assert block[0].startswith(
+        "rank 1 failed: SIGABRT, gloo has received 772 bytes where 4 were expected: the ranks have"
+    )
+    assert "  rank 0 at /elsewhere/train.py:8 in step: call(8)" in block
+    other = dataclasses.replace(aborted, tail=("terminate called …",))
+    assert "native code gave up" in report.headline(other)
+    assert find_cause([raised(0, 1.1, "RuntimeError", GLOO, called=there), other]).victims == (0,)
+
+
+def test_an_exception_that_only_python_has_told() -> None:
+    """A file beside the script has the name of a module of Python's: the rank runs without us."""
+    ends = [Ending(rank, 100 + rank, 1.0 + rank, exit_code=1, tail=("x", "NameError: no setup")) for rank in (0, 1)]
+    verdict = find_cause([*ends, Ending(2, 102, 4.0, exit_code=1, tail=("an error: it says",))])
+    assert (verdict.alike, verdict.victims) == ((1,), (2,))
+    assert report.headline(ends[0]) == "NameError: no setup"
+    assert report.headline(Ending(2, 102, 4.0, exit_code=3, tail=("done: all",))) == "exit code 3, without an exception"
+
+
 def test_whom_the_kernel_has_chosen_is_the_cause() -> None:
     """A process with much memory takes its time to end: others may have failed, and been stopped, before that."""
     endings = [

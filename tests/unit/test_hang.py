@@ -119,6 +119,13 @@ def test_a_rank_sleeps() -> None:
     [
         ([line("x += 1")], {"state": "R", "cpu": 0.98}, "computes at 98 % CPU in load at data.py:40: x += 1"),
         ([line("input()")], {}, "waits for input in load at data.py:40: input()"),
+        ([line("fcntl.flock(f, LOCK_EX)")], {}, "waits for a lock on a file in load at data.py:40: fcntl.flock(f"),
+        (
+            [line("prepare()")],
+            {"waits_in": "locks_lock_inode_wait"},
+            "waits for a lock on a file in load at data.py:40",
+        ),
+        ([line("store.get('config')")], {}, "waits for a key of a store in load at data.py:40: store.get('config')"),
         (
             [line("", LIBRARY + "subprocess.py", 1, "_try_wait"), line("subprocess.run(cmd)")],
             *({}, "waits for a process that it has started in load at data.py:40: subprocess.run(cmd)"),
@@ -224,6 +231,10 @@ def test_a_rank_has_finished_or_ended() -> None:
         "rank 1 is missing: it has finished its script",
         "its process (pid 101) has not ended: one of its threads may keep it",
     ]
+    keeper = Thread((line("upload(file)", "log.py", 12, "write"),), "writer")
+    main_thread = Thread((line("", LIBRARY + "threading.py", 9, "_shutdown"),), "MainThread", is_main=True)
+    lines = with_others(laggard(threads=(keeper, main_thread), page={"phase": "done"}))
+    assert lines[1] == "its process (pid 101) has not ended: a thread of it is at log.py:12: upload(file)"
     ended = dataclasses.replace(laggard(), exit_code=0, vitals=None)
     assert with_others(ended)[0] == "rank 1 is missing: it has ended with exit code 0"
 
@@ -266,6 +277,8 @@ def test_messages() -> None:
     # Both receive: each waits for the other.
     lines = told([rank(0, receiving, of=2), rank(1, call(3, "recv", peer=0, size=8), of=2)])
     assert lines[0].endswith(": each waits for another one that waits elsewhere")
+    lines = told([rank(number, call(3, "recv", peer=(number - 1) % 4, size=8)) for number in range(4)])
+    assert lines[4] == "  rank 3 waits in another one; see the stacks"
     # One sends what the other receives.
     lines = told([rank(0, receiving, of=2), rank(1, call(1, "send", peer=0, size=8), of=2)])
     assert lines[0].endswith(", and all of them are there")
@@ -351,6 +364,20 @@ def test_nobody_waits() -> None:
     ]
 
 
+def test_who_has_ended_is_not_to_blame_when_nobody_waits() -> None:
+    ended = dataclasses.replace(rank(0, of=2), exit_code=0, vitals=None)
+    lines = told([ended, rank(1, of=2, lines=[SLEEP])])
+    assert lines[1] == "  rank 1: it sleeps in load at data.py:40: time.sleep(1000)"
+    assert "rank 0" not in "".join(lines)
+
+
+def test_what_torch_does_not_tell() -> None:
+    unseen = call(0, "collective", group="", dtype="", size=0)
+    lines = told([rank(0, unseen, of=2), rank(1, call(0, "collective", "done", group=""), of=2, lines=[SLEEP])])
+    assert lines[1].startswith("  rank 0 waits in a collective, train.py:48")
+    assert lines[2].startswith("  rank 1 is missing: it sleeps")
+
+
 def test_what_gloo_has_not_said_yet() -> None:
     """How far its group has come is known before the collective's name."""
     behind = {"groups": (Group("0", (0, 1), 12, 11),)}
@@ -401,6 +428,7 @@ def test_small_words() -> None:
 # ---- when it is a stall
 
 SAME = ("0", 812, "all_reduce", 10)
+GONE = Sighting(0, has_ended=True, is_gone=True)
 WAITS, IDLE, WORKS = Sighting(0, waits_in=SAME), Sighting(1), Sighting(1, works=True)
 
 
@@ -419,7 +447,10 @@ WAITS, IDLE, WORKS = Sighting(0, waits_in=SAME), Sighting(1), Sighting(1, works=
         ("they wait in different ones", [WAITS, Sighting(1, waits_in=("0", 812, "barrier", 0))], 30),
         ("nobody waits, and nobody does anything", [IDLE, IDLE], 30),
         ("nobody waits, and one works", [IDLE, WORKS], None),
-        ("nobody waits, and one has ended", [IDLE, Sighting(1, has_ended=True)], None),
+        ("nobody waits, and one has ended", [IDLE, Sighting(1, has_ended=True)], 300),
+        ("one has come to its end and works there", [Sighting(1, has_ended=True, works=True), GONE], None),
+        ("one has come to its end and does nothing", [Sighting(1, has_ended=True), GONE], 300),
+        ("all have ended", [GONE, GONE], None),
         ("one waits for another that has ended", [WAITS, Sighting(1, has_ended=True)], 30),
         ("nobody has joined", [Sighting(0, has_joined=False), Sighting(1, has_joined=False)], None),
         ("there is only one", [IDLE], None),

@@ -210,6 +210,9 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert [one["is_alive"] for one in found["ranks"]] == [False, False]
     events.write_json(run_directory / events.REPORT_FILE, {"exit_code": 137, "seconds": 12.5})
     assert "ended with exit code 137 after 12.5 s; so it stood" in command(capsys, "--seconds", "0")[1]
+    hang = {"headline": "a hang: rank 1 sleeps at train.py:3"}
+    events.write_json(run_directory / events.REPORT_FILE, {"exit_code": 1, "seconds": 12.5, "cause": {"hang": hang}})
+    assert command(capsys, "--seconds", "0")[1].endswith("\na hang: rank 1 sleeps at train.py:3\n")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,10 @@ def test_a_run_without_a_report(tmp_path: Path) -> None:
     assert told[6:-1] == [f"rank 1: pid {pid}, ended with SIGKILL", "rank 2: pid 77, runs"]
     log.close()
     run = runs.load(directory)
-    assert run.state == "lost"
+    assert (run.state, round(run.seconds)) == ("lost", 100)
+    pages[0]._since += 7  # its rank has outlived the launcher by that
+    pages[0].tick()
+    assert round(runs.load(directory).seconds) == 107
     assert " last seen in phase backward since " in report_command.lines(run)[5]
     assert json.loads(json.dumps(report_command._fields(run)))["ranks"][0]["status"]["phase"] == "backward"
     empty = runs.load(new_run(tmp_path, "20260102-2"))

@@ -41,7 +41,9 @@ def _facts(record: RankRecord) -> Iterator[str]:
     for one in page.collectives:
         peer = f", peer {one.peer}" if one.peer is not None else ""
         place = f", {one.place.file}:{one.place.line} in {one.place.function}" if one.place else ""
-        yield f"{one.state:>7} {one.op} #{one.number} of group {one.group} ({one.size:,} {one.dtype}{peer}){place}"
+        group = f" #{one.number} of group {one.group}" if one.group else ""
+        size = f" ({one.size:,} {one.dtype}{peer})" if one.dtype or peer else ""
+        yield f"{one.state:>7} {one.op}{group}{size}{place}"
 
 
 def _words(vitals: Vitals) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.events import Ending, ErrorRecord, Frame
 
 # What a rank says when another one has gone away under it. Such an error is never the cause while any other is known.
@@ -22,6 +23,7 @@ _CONSEQUENCE_TYPES = (
     *("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed"),
     *("PeerLost", "CollectiveTimeout", "CollectiveAborted"),
 )
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Warning)(: |$)")
 _SAME_MOMENT = 1.0  # for a signal to reach all nodes, and for clocks to differ
 
 
@@ -47,6 +49,12 @@ def is_consequence(error: ErrorRecord) -> bool:
     if error.message.startswith("Caught "):  # by a DataLoader's worker, which is connected with no other rank
         return False
     return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
+
+
+def last_words(ending: Ending) -> str:
+    """The exception that Python printed, of a rank that could not tell it itself; empty if it printed none."""
+    last = ending.tail[-1] if ending.tail else ""
+    return last if ending.error is None and _EXCEPTION.match(last) else ""
 
 
 def is_victim(ending: Ending) -> bool:
@@ -91,18 +99,22 @@ def _sides(cause: Ending, failures: Sequence[Ending]) -> dict[Frame | None, list
     All are told of it at once; who is stopped before it has told its own error was in the midst of it as well.
     """
     sides: dict[Frame | None, list[int]] = {}
-    if cause.error is None or cause.called is None or not cause.error.type.endswith("CollectiveMismatch"):
-        return sides
-    for ending in failures:
-        if ending.called is not None and (ending.error is None or ending.error.message == cause.error.message):
+    by_gloo = gloo_mismatch(cause) is not None
+    by_shm = cause.error is not None and cause.error.type.endswith("CollectiveMismatch")
+    for ending in failures if by_gloo or by_shm else ():
+        # On gloo, one rank notices and ends itself; the others lose their connection to it.
+        is_same = ending.error is None or (cause.error is not None and ending.error.message == cause.error.message)
+        if ending.called is not None and (is_same or (by_gloo and is_victim(ending))):
             sides.setdefault(ending.called, []).append(ending.rank)
-    return sides
+    return sides if cause.called in sides else {}
 
 
 def _is_alike(one: Ending, other: Ending) -> bool:
     """The same exception from the same line, the same crash there, or killed by the kernel for the same reason."""
     if one.out_of_memory or other.out_of_memory:
         return one.out_of_memory is not None and other.out_of_memory is not None and one.host == other.host
+    if one.error is None and other.error is None and one.signal is None and other.signal is None:
+        return one.exit_code == other.exit_code and last_words(one) == last_words(other) != ""
     if one.error is None or other.error is None:
         return one.signal == other.signal and one.crash == other.crash != ()
     places = [(error.type, [(frame.file, frame.line) for frame in error.frames]) for error in (one.error, other.error)]

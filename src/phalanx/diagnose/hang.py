@@ -80,7 +80,7 @@ def find_hang(records: Sequence[RankRecord]) -> Hang:
     absent = [record for record in others if record.rank in missing]
     differ = _difference(records)
     if not waiters:
-        kind, absent = "nobody", others
+        kind, absent = "nobody", [one for one in others if one.exit_code is None] or others
     elif differ:
         kind = "desync" if len({side.collective.op for side in differ}) > 1 else "shapes"
     elif absent:

@@ -17,6 +17,8 @@ _DOES = {
     "child": "waits for a process that it has started",
     "input": "waits for input",
     "lock": "waits for a lock or another thread",
+    "file lock": "waits for a lock on a file",
+    "store": "waits for a key of a store",
     "queue": "waits for another process",
     "network": "waits for the network",
     "disk": "waits for a disk or a network file system",
@@ -36,19 +38,19 @@ def verdict_lines(hang: Hang) -> list[str]:
     shown = 1 if known else _MOST_WAITING
     lines += [f"  {_side(side)}" for side in hang.differ[:_MOST_WAITING]]
     lines += [f"  {_waits(group)}" for group in waiting[:shown]]
-    lines += _rest([*hang.differ[_MOST_WAITING:], *waiting[shown:]], "elsewhere")
+    lines += _rest([*hang.differ[_MOST_WAITING:], *waiting[shown:]], "waits in another one", "wait in others")
     for index, group in enumerate(hang.elsewhere[:_MOST_ELSEWHERE]):
         told = _elsewhere(group, hang)
         lines += [f"  {line}" for line in (told if index == 0 else told[:1])]
-    lines += _rest(hang.elsewhere[_MOST_ELSEWHERE:], "at other places")
+    lines += _rest(hang.elsewhere[_MOST_ELSEWHERE:], "is elsewhere", "are at other places")
     lines += _remark(hang)
     assert len(lines) <= 13, "the whole must fit on a small screen"
     return [clip(line) for line in lines]
 
 
-def _rest(groups: Sequence[Waiting | Elsewhere], where: str) -> list[str]:
+def _rest(groups: Sequence[Waiting | Elsewhere], does: str, do: str) -> list[str]:
     ranks = [rank for group in groups for rank in group.ranks]
-    return [f"  {those(ranks)} {'are' if len(ranks) > 1 else 'is'} {where}; see the stacks"] if ranks else []
+    return [f"  {those(ranks)} {do if len(ranks) > 1 else does}; see the stacks"] if ranks else []
 
 
 def headline(hang: Hang) -> str:
@@ -181,10 +183,15 @@ def _details(what: Whereabouts, record: RankRecord) -> list[str]:
     if what.helper is not None:
         return [_helper(what.helper, "worker" if what.kind == "loader" else "process")]
     if what.kind == "finished" and record.vitals is not None:
-        return [f"its process (pid {record.vitals.pid}) has not ended: one of its threads may keep it"]
+        who = f"a thread of it is{_at(what.holder)}" if what.holder else "one of its threads may keep it"
+        return [f"its process (pid {record.vitals.pid}) has not ended: {who}"]
     if what.holder is not None:
         return [f"another thread of rank {record.rank} may hold it{_place(what.holder).replace(',', ':', 1)}"]
     return []
+
+
+def _at(line: Line) -> str:
+    return f" at {_short(line)}{_text(line)}"
 
 
 def _helper(child: Child, noun: str) -> str:

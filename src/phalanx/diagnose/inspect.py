@@ -122,6 +122,7 @@ def inspect(directory: Path, seconds: float) -> View:
     after = _after_asking(directory, before, after) if between else after
     rows = tuple(standing.row(before.get(rank, look), look) for rank, look in sorted(after.items()))
     report = _json(directory / events.REPORT_FILE)
+    hang = (report.get("cause") or {}).get("hang") or {}
     ended_at = max((look.status.since for look in after.values()), default=0.0)
     return View(
         directory=shorten_path(str(directory)),
@@ -133,7 +134,8 @@ def inspect(directory: Path, seconds: float) -> View:
         between=between,
         world_size=max(look.status.world_size for look in after.values()),
         rows=rows,
-        conclusion=standing.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
+        conclusion=hang.get("headline")
+        or standing.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
     )
 
 

@@ -14,6 +14,8 @@ from phalanx.diagnose.rank_record import RankRecord
 WHILE_WORKING = 4
 WHILE_STARTING = 10
 """Before anybody's first step: compiling, downloading, warming up."""
+WHILE_ENDING = 10
+"""After somebody's last line: what is left to be done takes what it takes, and holds up nobody."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Sighting:
     is_stopped: bool = False
     has_ended: bool = False
     """Its script's last line is behind it."""
+    is_gone: bool = False
+    """So is its process."""
 
 
 def sighting_of(record: RankRecord) -> Sighting:
@@ -48,6 +52,7 @@ def sighting_of(record: RankRecord) -> Sighting:
         moves=any(one.moves for one in everything),
         is_stopped=record.vitals is not None and record.vitals.state in "Tt",
         has_ended=record.exit_code is not None or (page is not None and page.phase == "done"),
+        is_gone=record.exit_code is not None,
     )
 
 
@@ -60,8 +65,8 @@ def patience(sightings: Sequence[Sighting], stall_after: float) -> float | None:
     if any(one.phase == "checkpoint" and one.works for one in others):
         return None
     working = [one for one in others if one.works and not one.has_ended]
-    if not waiting and (working or any(one.has_ended for one in others)):
-        return None
+    if not waiting:
+        return _patience_with_none(others, stall_after)
     if working:
         return stall_after * (WHILE_WORKING if any(one.has_stepped for one in sightings) else WHILE_STARTING)
     if not others and len({one.waits_in for one in waiting}) == 1:
@@ -74,3 +79,10 @@ def _patience_within(waiting: Sequence[Sighting], stall_after: float) -> float |
     if any(one.moves for one in waiting):
         return None
     return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else 1)
+
+
+def _patience_with_none(others: Sequence[Sighting], stall_after: float) -> float | None:
+    """Nobody waits for another."""
+    if any(one.works for one in others) or all(one.is_gone for one in others):
+        return None
+    return stall_after * (WHILE_ENDING if any(one.has_ended for one in others) else 1)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.diagnose.findings import Verdict
+from phalanx.diagnose.findings import Verdict, last_words
 from phalanx.diagnose.signals import explanation, meaning
 from phalanx.events import Ending, Frame, NativeFrame
 
@@ -71,7 +71,7 @@ def headline(ending: Ending) -> str:
         return f"{error.type}: {message[0]}" if message else error.type
     if ending.signal is not None:
         return meaning(ending)
-    return f"exit code {ending.exit_code}, without an exception"
+    return last_words(ending) or f"exit code {ending.exit_code}, without an exception"
 
 
 def one_line(ending: Ending) -> str:
@@ -93,6 +93,11 @@ def _telling_frames(ending: Ending) -> list[Frame]:
     if frames and frames[-1] not in telling and not (users and frames[-1].file.startswith(_PACKAGE)):
         telling.append(frames[-1])
     return telling
+
+
+def users_line(ending: Ending) -> Frame | None:
+    """The innermost line of the user's in which it ended, if that is known."""
+    return next((frame for frame in reversed(_telling_frames(ending)) if not _is_library(frame.file)), None)
 
 
 def _telling_native(ending: Ending) -> list[NativeFrame]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ class Run:
     """Of this node, when there is no report."""
 
 
+def _last_heard(directory: Path, noted: Sequence[Mapping[str, Any]], started: float) -> float:
+    """Of the launcher by its events, of the ranks by their pages."""
+    pages = filter(None, map(status.read, directory.glob("rank-*.status")))
+    return max([started, *(each["time"] for each in noted), *(page.since for page in pages)])
+
+
 def load(directory: Path) -> Run:
     """Reads what there is."""
     order = _json(directory / events.RUN_FILE)
@@ -79,7 +86,7 @@ def load(directory: Path) -> Run:
     is_running = report is None and events.is_being_written(log)
     noted = events.read_events(log)
     restarts = tuple(Restart(int(each["attempt"]), each["cause"]) for each in noted if each["event"] == "restarting")
-    last = time.time() if is_running else max((each["time"] for each in noted), default=order["started"])
+    last = time.time() if is_running else _last_heard(directory, noted, order["started"])
     return Run(
         directory=directory,
         command=order["command"],

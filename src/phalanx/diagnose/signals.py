@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping
 
@@ -21,6 +22,7 @@ _MEANINGS = {
     "SIGPIPE": "it wrote to a pipe that nobody reads",
     "SIGXCPU": "its limit of processor time was reached",
 }
+_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)\.")
 _NEARLY_FULL = 0.95
 _MUCH = 1 << 30
 
@@ -31,9 +33,21 @@ def meaning(ending: Ending) -> str:
     name = signal_name(ending.signal)
     if ending.out_of_memory is not None:
         return f"{name}, {_killed_for_memory(ending)}"
+    sizes = gloo_mismatch(ending)
+    if sizes is not None:
+        received = f"gloo has received {sizes[0]} bytes where {sizes[1]} were expected"
+        return f"{name}, {received}: the ranks have called different collectives, or one with different sizes"
     if name == "SIGBUS" and ending.shared_memory is not None:
         return f"{name}, {_shared_memory(ending.shared_memory)}"
     return f"{name}, {_MEANINGS[name]}" if name in _MEANINGS else name
+
+
+def gloo_mismatch(ending: Ending) -> tuple[int, int] | None:
+    """The bytes received and expected, if gloo has ended the process because they differ."""
+    if ending.signal != signal.SIGABRT:
+        return None
+    found = next(filter(None, map(_GLOO_SIZES.search, ending.tail)), None)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def signal_name(number: int) -> str:

@@ -20,6 +20,7 @@ _BY_KERNEL = (
     ("child", ("do_wait", "kernel_wait4")),
     ("input", ("tty_read", "n_tty_read")),
     ("network", ("inet_csk_", "sk_wait_", "tcp_", "unix_stream_", "wait_woken")),
+    ("file lock", ("locks_lock_", "flock_lock_", "posix_lock_", "fcntl_setlk")),
 )
 _BY_FILE = (
     ("child", ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/process.py")),
@@ -30,6 +31,8 @@ _BY_FILE = (
 _BY_TEXT = (
     ("sleeps", re.compile(r"\bsleep\(")),
     ("input", re.compile(r"\binput\(|\bstdin\b")),
+    ("file lock", re.compile(r"\b(flock|lockf)\(")),
+    ("store", re.compile(r"store\w*\.(get|wait)\(", re.IGNORECASE)),
     ("lock", re.compile(r"lock|mutex|semaphore|condition|\.acquire\(|\.result\(|\.wait\(", re.IGNORECASE)),
 )
 
@@ -39,14 +42,14 @@ class Whereabouts:
     """Of one rank."""
 
     kind: str
-    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, queue, network,
-    idle or unknown"""
+    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, file lock, store,
+    queue, network, idle or unknown"""
     line: Line | None = None
     """The innermost of the user's."""
     helper: Child | None = None
     """The process that it waits for, if that is known: a worker of the loader, or a program."""
     holder: Line | None = None
-    """Where the thread stands that probably holds the lock."""
+    """Where the thread stands that probably holds the lock, or keeps a process that has finished."""
     left: Line | None = None
     """The line of the loop that it has left, as the ranks that wait have it."""
 
@@ -61,7 +64,8 @@ def whereabouts(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Where
     kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
     if kind is not None:
         is_behind = kind == "finished" and not (main and main.users)  # it is in nothing of the user's any more
-        return Whereabouts(kind, None if is_behind else line, left=left)
+        keeper = _holder(record.threads) if kind == "finished" else None
+        return Whereabouts(kind, None if is_behind else line, holder=keeper, left=left)
     if main is not None and _is_in_loader(main):
         return Whereabouts("loader", line, helper=_stuck(record.children, of_loader=True), left=left)
     kind = _idle_kind(record, main)
@@ -163,7 +167,7 @@ def helper_line(child: Child) -> Line | None:
 
 
 def _holder(threads: Sequence[Thread]) -> Line | None:
-    """Whoever holds the lock is another thread that runs the user's code."""
+    """Whoever holds the lock, or keeps the process, is another thread that runs the user's code."""
     return next((thread.telling for thread in threads if not thread.is_main and thread.users), None)
 
 

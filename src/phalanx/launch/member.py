@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from phalanx import events
 from phalanx.diagnose import crashes
+from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.launch.console import Console
 from phalanx.launch.logs import LogFile, Pump, Route, Tail, rank_prefix
 from phalanx.launch.nursery import Exited
@@ -72,6 +74,15 @@ class Member:
     def has_exited(self, exited: Exited) -> None:
         self.exited = exited
         self._exit_time = time.time()
+
+    def has_disagreed_on_gloo(self) -> bool:
+        """gloo has ended it, because what came from another rank had another size."""
+        if self.exited is None or self.exited.signal != signal.SIGABRT:
+            return False
+        for pump in self.pumps:
+            if not pump.ended:
+                pump.read()  # it has said so just before
+        return gloo_mismatch(self.ending()) is not None
 
     def ending(self) -> events.Ending:
         """Only after it has exited and its pipes are read to the end."""

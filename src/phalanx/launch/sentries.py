@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import status
+from phalanx.diagnose.findings import is_victim
 from phalanx.diagnose.oom import Counters
 from phalanx.diagnose.rank_record import MESSAGES
+from phalanx.diagnose.report import users_line
 from phalanx.diagnose.stacks import source_of
 from phalanx.events import Ending, Frame
 from phalanx.launch.hearing import Hearing
@@ -94,13 +96,12 @@ class Sentries:
 
     def _with_call(self, ending: Ending) -> Ending:
         page = status.read(status.status_path(self._directory, ending.rank)) if ending.failed else None
-        if page is None or page.pid != ending.pid:  # of an earlier attempt
-            return ending
-        open_or_failed = (one.place for one in page.collectives if one.state != "done" and one.op not in MESSAGES)
-        place = next(open_or_failed, None)
-        if place is None:
-            return ending
-        called = Frame(place.file, place.line, place.function, source_of(place.file, place.line))
+        known = page.collectives if page is not None and page.pid == ending.pid else ()  # else of an earlier attempt
+        place = next((one.place for one in known if one.state != "done" and one.op not in MESSAGES), None)
+        if place is not None:
+            called = Frame(place.file, place.line, place.function, source_of(place.file, place.line))
+        else:  # gloo's, of which the page may not know yet: where it lost its connection, or crashed
+            called = users_line(ending) if is_victim(ending) or ending.crash else None
         return dataclasses.replace(ending, called=called)
 
     def blame_standing(self, endings: Sequence[Ending]) -> str | None:

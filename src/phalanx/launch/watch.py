@@ -23,6 +23,8 @@ from phalanx.launch.spec import WorkerSpec
 from phalanx.launch.stopping import Stopping
 
 _MOST_UNDER_WAY = 16
+_TO_SAY_WHERE = 0.5
+"""Seconds that the others get to say where they were, when one has noticed that they have called different things."""
 
 
 class Watch:
@@ -178,6 +180,8 @@ class Watch:
         if member.error is not None and is_consequence(member.error):
             if self._suspicion is None:
                 self._suspicion = time.monotonic() + self._timeout
+        elif member.has_disagreed_on_gloo():
+            self._suspicion = time.monotonic() + _TO_SAY_WHERE
         elif member.error is not None or (member.exited and (member.exited.signal or member.exited.exit_code)):
             self.stop(signal.SIGTERM)
 
