@@ -21,7 +21,7 @@ from phalanx.testing import virtual_nodes
 from tests.conftest import start, told
 
 CASES = """
-import os, signal, subprocess, sys, threading, time
+import os, queue, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist, phalanx as px
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
@@ -70,6 +70,9 @@ def wait_for_lock():
     with lock:
         step()
 
+def produce():
+    raise OSError("shard 12 is corrupt")
+
 def compute():
     x = 0
     while True:
@@ -94,6 +97,9 @@ if case == "first":
 if is_odd:
     if case == "lock":
         wait_for_lock()
+    if case == "died":
+        threading.Thread(target=produce, name="producer").start()
+        queue.Queue().get()
     if case == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     if case == "child":
@@ -144,6 +150,11 @@ VERDICTS = {
         WAITS,
         r"rank 1 is missing: it waits for a lock or another thread in wait_for_lock at train.py:\d+: with lock:",
         rf"another thread of rank 1 may hold it: train.py:\d+ in hold: {SLEEPS}",
+    ],
+    "died": [
+        WAITS,
+        r"rank 1 is missing: it waits for a lock or another thread at train.py:\d+: queue.Queue\(\).get\(\)",
+        r"its thread producer has died: OSError: shard 12 is corrupt at train.py:\d+",
     ],
     "stopped": [WAITS, r"rank 1 is missing: it is stopped by a signal \(SIGSTOP; kill -CONT \d+ lets it go on\).*"],
     "child": [
@@ -221,6 +232,17 @@ if rank == 0:               # a long checkpoint: longer than a rank that works m
 dist.barrier()
 print("through", flush=True)
 """
+UNSEEN = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for index in range(20):     # longer than the patience, and nothing but collectives
+    dist.all_reduce(torch.ones(3))
+    time.sleep(0.3)
+print("through", flush=True)
+if dist.get_rank() == 1:
+    time.sleep(1000)
+dist.all_reduce(torch.ones(3))
+"""
 RESUMES = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
@@ -235,12 +257,14 @@ dist.all_reduce(torch.ones(3))
 class Run:
     """One command, started now and read later, so that several can wait at the same time."""
 
-    def __init__(self, place: Path, name: str, text: str, *flags: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, place: Path, name: str, text: str, *flags: str, arguments: Sequence[str] = (), **environ: str
+    ) -> None:
         self.directory = place / name
         self.directory.mkdir()
         (self.directory / "train.py").write_text(text)
         command = ("-m", "phalanx", "run", "--nproc-per-node", "2", *flags, "train.py", *arguments)
-        self._process = start(*command, cwd=self.directory)
+        self._process = start(*command, cwd=self.directory, env=environ)
 
     def end(self) -> None:
         self.out, self.err = self._process.communicate(timeout=150)
@@ -264,7 +288,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "resumes": Run(place, "resumes", RESUMES, "--stall-after", "1.5", arguments=["4"]),
         "gives up on shm": Run(place, "gives up on shm", RESUMES, "--stall-after", "1", arguments=["60", "6"]),
         "gives up on gloo": Run(place, "gives up on gloo", RESUMES, *gloo, "--stall-after", "1", arguments=["60", "6"]),
-        "off": Run(place, "off", RESUMES, "--stall-after", "0", "--on-stall", "kill", arguments=["4"]),
+        "off": Run(place, "off", RESUMES, "--stall-after", "0", arguments=["4"]),
+        "unseen": Run(place, "unseen", UNSEEN, *gloo, *patient, TORCH_FR_BUFFER_SIZE="0"),
     }
     for run in found.values():
         run.end()
@@ -338,6 +363,16 @@ def test_ranks_that_go_on(runs: dict[str, Run]) -> None:
     assert re.fullmatch(r"phalanx: the ranks go on after \d.\d s", told(run.err)[-1])
     assert runs["off"].code == 0
     assert "progress" not in runs["off"].err
+
+
+def test_collectives_of_which_torch_tells_nothing(runs: dict[str, Run]) -> None:
+    """They are progress when they end, and where a rank waits is known; only not in which one."""
+    run = runs["unseen"]
+    assert run.out.count("through") == 2, run.err
+    assert run.code == 1
+    (verdict,) = blocks(run)
+    assert re.fullmatch(r"rank 0 waits in a collective, train.py:\d+: dist.all_reduce\(torch.ones\(3\)\)", verdict[1])
+    assert re.fullmatch(rf"rank 1 is missing: it sleeps at train.py:\d+: {SLEEPS}", verdict[2])
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

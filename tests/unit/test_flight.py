@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,21 @@ def recorder(**groups: dict[str, tuple[int, int]]) -> Any:
     return SimpleNamespace(**names)
 
 
+@pytest.fixture
+def _with_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process has one. Pytest would keep what a fixture gives for too long, so it is had from `own_page`."""
+    monkeypatch.setattr(status, "_own", StatusPage(tmp_path / "rank-0.status"))
+    yield
+    monkeypatch.undo()
+    gc.collect()  # the traceback of what was raised on purpose holds it
+
+
+def own_page() -> StatusPage:
+    found = status.own()
+    assert found is not None
+    return found
+
+
 def test_nccl_has_a_recorder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     both = recorder(_dump_fr_trace={"0": (5, 4), "1": (-1, -1)}, _dump_nccl_trace={"0": (7, 7), "2": (3, 1)})
     monkeypatch.setattr(flight, "torch_recorder", lambda: both)
@@ -54,12 +71,9 @@ def test_an_old_torch_or_one_that_is_told_not_to_records_nothing(monkeypatch: py
     assert not flight.is_there()
 
 
-def test_a_look_that_fails_is_not_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("_with_page")
+def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without its thread, a rank that gets on would look as if it hung."""
-    page = StatusPage(tmp_path / "rank-0.status")
-    monkeypatch.setattr(status, "_own", page)
     monkeypatch.setattr(flight, "_LOOK_EVERY", 0.001)
     looks = iter([OSError("no space"), OSError("no space"), SystemExit()])  # the last one ends it
 
@@ -68,7 +82,7 @@ def test_a_look_that_fails_is_not_the_last(
 
     monkeypatch.setattr(flight.Reader, "look", look)
     with pytest.raises(SystemExit):
-        flight.Reader(page).live()
+        flight.Reader(own_page()).live()
     assert capsys.readouterr().err == "phalanx: what this rank does could not be noted (OSError: no space); trying on\n"
 
 
@@ -96,9 +110,9 @@ def test_the_other_side_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert messages._peer({}, "pair") is None
 
 
-def test_a_thread_beside_the_loop_says_nothing_of_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = StatusPage(tmp_path / "rank-0.status")
-    monkeypatch.setattr(status, "_own", page)
+@pytest.mark.usefixtures("_with_page")
+def test_a_thread_beside_the_loop_says_nothing_of_its_phase(tmp_path: Path) -> None:
+    page = own_page()
     seen: list[str] = []
 
     def save() -> None:

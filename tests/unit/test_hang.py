@@ -21,7 +21,7 @@ from phalanx.diagnose.dossier import dossier, stack_lines
 from phalanx.diagnose.hang import find_hang
 from phalanx.diagnose.hang_words import go_on, headline, those, verdict_lines
 from phalanx.diagnose.patience import Sighting, patience, sighting_of
-from phalanx.diagnose.rank_record import Child, RankRecord, Vitals
+from phalanx.diagnose.rank_record import Child, RankRecord, ThreadDeath, Vitals
 from phalanx.diagnose.stacks import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy, is_users
 from phalanx.launch import sockets
 from phalanx.launch.hearing import Announcement, Court, Report
@@ -247,6 +247,16 @@ def test_a_thread_is_deadlocked() -> None:
     assert lines[:2] == [
         "rank 1 is missing: it waits for a lock or another thread in flush at train.py:33: with lock:",
         "another thread of rank 1 may hold it: log.py:12 in write: results.put(x)",
+    ]
+
+
+def test_a_thread_has_died_that_is_waited_for() -> None:
+    death = ThreadDeath("producer", "OSError: shard 12 is corrupt", "data.py:7")
+    waiting = laggard(lines=[line("queue.get()")], thread_death=death, vitals={"waits_in": "futex_wait_queue"})
+    lines = with_others(waiting)
+    assert lines[:2] == [
+        "rank 1 is missing: it waits for a lock or another thread in load at data.py:40: queue.get()",
+        "its thread producer has died: OSError: shard 12 is corrupt at data.py:7",
     ]
 
 

@@ -40,7 +40,8 @@ class Ranks:
         self.groups = [page.group("0", [0, 1]) for page in self.pages]
         self.sleepers = [subprocess.Popen(["sleep", "1000"]) for _ in (0, 1)]
         self.members: Any = {
-            rank: SimpleNamespace(pid=sleeper.pid, exited=None) for rank, sleeper in enumerate(self.sleepers)
+            rank: SimpleNamespace(pid=sleeper.pid, exited=None, thread_death=None)
+            for rank, sleeper in enumerate(self.sleepers)
         }
         self.call(0, layout.ALL_REDUCE)
 

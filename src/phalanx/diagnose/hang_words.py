@@ -180,6 +180,14 @@ def _where(what: Whereabouts) -> str:
 
 
 def _details(what: Whereabouts, record: RankRecord) -> list[str]:
+    death = record.thread_death
+    if death is not None:
+        where = f" at {death.place}" if death.place else ""
+        return [f"its thread {death.name} has died: {death.error}{where}", *_reasons(what, record)]
+    return _reasons(what, record)
+
+
+def _reasons(what: Whereabouts, record: RankRecord) -> list[str]:
     if what.helper is not None:
         return [_helper(what.helper, "worker" if what.kind == "loader" else "process")]
     if what.kind == "finished" and record.vitals is not None:

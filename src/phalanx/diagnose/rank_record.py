@@ -64,6 +64,17 @@ class Child:
 
 
 @dataclass(frozen=True)
+class ThreadDeath:
+    """An exception has ended a thread beside the main one, which may wait for it since."""
+
+    name: str
+    error: str
+    """Type and message, in a line."""
+    place: str
+    """The user's line, as ``file:line``; empty if it was in none."""
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """One rank."""
 
@@ -81,6 +92,8 @@ class RankRecord:
     """None: it runs."""
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The text of the lines that asked for its last collectives, by ``file:line``."""
+    thread_death: ThreadDeath | None = None
+    """The last one."""
 
     @property
     def waits_in(self) -> Collective | None:
@@ -145,5 +158,6 @@ def from_fields(fields: Mapping[str, Any]) -> RankRecord:
             "vitals": Vitals(**vitals) if vitals else None,
             "threads": tuple(map(stacks.thread_from_fields, fields["threads"])),
             "children": tuple(children),
+            "thread_death": ThreadDeath(**fields["thread_death"]) if fields["thread_death"] else None,
         }
     )

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from phalanx.diagnose.reduction import missing_gradients
+from phalanx.diagnose.report import shorten_path
+from phalanx.diagnose.stacks import is_users
 
 _MOMENT = 1.0
 _HANDLER = "torch/utils/data/_utils/signal_handling.py"
@@ -36,6 +40,30 @@ def let_nothing_interrupt_the_end() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: None)
+
+
+def tell_of_threads(tell: Callable[[Mapping[str, Any]], object]) -> None:
+    """When an exception ends a thread beside the main one, the agent is told as well: the main thread may wait for it
+    from then on. What Python prints of it is printed as ever."""
+    plain = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit and args.exc_value is not None:
+            tell({"thread": _death(args)})
+        plain(args)
+
+    threading.excepthook = hook
+
+
+def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
+    """As diagnose.rank_record.ThreadDeath has it."""
+    lines = [line for line in traceback.extract_tb(args.exc_traceback) if is_users(line.filename)]
+    message = (str(args.exc_value).strip().splitlines() or [""])[0]
+    return {
+        "name": args.thread.name if args.thread is not None else "",
+        "error": f"{args.exc_type.__name__}: {message[:200]}" if message else args.exc_type.__name__,
+        "place": f"{shorten_path(lines[-1].filename)}:{lines[-1].lineno}" if lines else "",
+    }
 
 
 def script_side(error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from phalanx import events
 from phalanx.diagnose import crashes
+from phalanx.diagnose.rank_record import ThreadDeath
 from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.launch.console import Console
 from phalanx.launch.logs import LogFile, Pump, Route, Tail, rank_prefix
@@ -38,6 +39,7 @@ class Member:
         self.pumps = pumps
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
+        self.thread_death: ThreadDeath | None = None
         self.exited: Exited | None = None
         self.report_ended = False
         self.asked_at: float | None = None
@@ -69,7 +71,14 @@ class Member:
         for line in self._report.split(b"\n")[:-1]:
             if line.startswith(b'{"error"') and self.error is None:
                 self.error = events.error_from_fields(json.loads(line)["error"])
+            elif line.startswith(b'{"thread"'):
+                self.thread_death = ThreadDeath(**json.loads(line)["thread"])
         return self.error is not None and not had_error
+
+    @property
+    def _cry(self) -> bytes:
+        """What faulthandler said in the last moment, if anything: all that the rank itself has not told in JSON."""
+        return b"".join(line for line in self._report.splitlines(keepends=True) if not line.startswith(b'{"'))
 
     def has_exited(self, exited: Exited) -> None:
         self.exited = exited
@@ -89,7 +98,7 @@ class Member:
         assert self.exited is not None
         failed_at = self.error.time if self.error else self._exit_time
         # A script that has faulthandler on itself gets the dump on its standard error.
-        crash = (self._report or self._tail.data).decode(errors="replace") if self.exited.signal else ""
+        crash = (self._cry or self._tail.data).decode(errors="replace") if self.exited.signal else ""
         return events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
@@ -106,8 +115,7 @@ class Member:
 
     def close(self) -> None:
         """Everything is read: the traceback goes to the end of the log, and the descriptors are given back."""
-        # The traceback, or what faulthandler said in the last moment, if anything.
-        last_words = self.error.traceback.encode(errors="replace") if self.error else self._report
+        last_words = self.error.traceback.encode(errors="replace") if self.error else self._cry
         for log in self._error_logs if last_words else ():
             log.write(b"\n" * self._tail.is_open + last_words)
         for pump in self.pumps:

@@ -102,6 +102,7 @@ class Vigil:
             vitals=vitals,
             children=tuple(Child(one, command_of(one.pid)) for one in below if one is not None),
             exit_code=None if exited is None else exited.exit_code or -(exited.signal or 0),
+            thread_death=member.thread_death,
         )
         return Subject(record, pid)
 

@@ -19,7 +19,7 @@ import sys
 import time
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -118,6 +118,7 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
+    hindsight.tell_of_threads(lambda content: os.getpid() == pid and _tell(report, content))
     _begin_page(spec)
     try:
         signal.pthread_sigmask(
@@ -280,8 +281,11 @@ def _shortened(message: str) -> str:
 
 def _report(fd: int, record: ErrorRecord) -> bool:
     """Whether anybody could be told: the agent may be gone, or the script has closed what is not its own."""
-    content: dict[str, Any] = dataclasses.asdict(record)
-    data = json.dumps({"error": content}).encode() + b"\n"
+    return _tell(fd, {"error": dataclasses.asdict(record)})
+
+
+def _tell(fd: int, content: Mapping[str, Any]) -> bool:
+    data = json.dumps(content).encode() + b"\n"
     try:
         while data:
             data = data[os.write(fd, data) :]
