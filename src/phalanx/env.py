@@ -75,6 +75,8 @@ _READ = {
     "SSH_CONNECTION": "ssh: by which address this machine was reached, for the ranks of other machines",
     "PYTHON_EXEC": "the interpreter for the workers, as torchrun reads it",
     "NO_COLOR": "no colours on the console",
+    "TORCH_FR_BUFFER_SIZE": "torch: how many collectives its flight recorder keeps; 0: none, and we do not read it",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "the same, as it was called before",
     "CONDA_PREFIX": "where the active conda environment is; for --dry-run and doctor",
     "CONDA_DEFAULT_ENV": "its name",
     "VIRTUAL_ENV": "where the active virtual environment is; for doctor",

@@ -45,6 +45,7 @@ MPI_LOCALNRANKS MPI_LOCALRANKID NO_COLOR OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WO
 OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE PYTHON_EXEC SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_LOCALID
 SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID SLURM_STEP_NODELIST
 SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SSH_CONNECTION CONDA_PREFIX CONDA_DEFAULT_ENV
+TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE
 VIRTUAL_ENV
 """.split()
 
@@ -140,7 +141,10 @@ def test_variables_are_in_the_table() -> None:
 def test_no_variable_is_read_outside_the_table() -> None:
     """Every upper-case string that looks like one of our variables stands in the table."""
     known = {row.name for row in env.TABLE}
-    prefixes = ("PHALANX_", "SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "MASTER_", "TORCHELASTIC_", "CONDA_", "SSH_")
+    prefixes = (
+        *("PHALANX_", "SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "MASTER_", "TORCHELASTIC_", "CONDA_", "SSH_"),
+        *("TORCH_FR_", "TORCH_NCCL_"),
+    )
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(prefixes):
