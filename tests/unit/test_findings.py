@@ -318,6 +318,14 @@ def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:
     assert not any(mixed.add(raised(0, float(n), message=f"attempt {n % 4 // 2}")) for n in range(9))
 
 
+def test_what_we_have_printed_ourselves_is_not_shown_again() -> None:
+    ours = "phalanx: the backend is shm, not gloo: all 2 ranks are on this machine"
+    for tail, shown in (((ours,), False), ((ours, "epoch 3"), True)):
+        verdict = find_cause([raised(0, 1.0, tail=tail)])
+        block = "\n".join(report.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-0.log"))
+        assert ("  the last it printed:\n    epoch 3" in block, ours in block) == (shown, False)
+
+
 def test_a_path_when_the_working_directory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()

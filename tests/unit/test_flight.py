@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import status
-from phalanx.recorder import flight, messages, phases
+from phalanx.recorder import flight, messages, phases, waits
 from phalanx.status import StatusPage, layout
 
 
@@ -132,3 +132,19 @@ def test_a_thread_beside_the_loop_says_nothing_of_its_phase(tmp_path: Path) -> N
     thread.start()
     thread.join()
     assert seen[2:] == ["backward", "checkpoint"]
+
+
+@pytest.mark.usefixtures("_with_page")
+def test_the_end_of_a_wait_is_progress_whatever_the_backend(tmp_path: Path) -> None:
+    """One that torch's flight recorder does not see, for example."""
+    path = tmp_path / "rank-0.status"
+
+    def give_up() -> None:
+        raise TimeoutError
+
+    before = status.pulse(path)
+    with pytest.raises(TimeoutError):
+        waits._waiting(give_up)()
+    assert status.pulse(path) == before
+    waits._waiting(lambda: None)()
+    assert status.pulse(path) != before

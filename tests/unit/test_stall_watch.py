@@ -14,13 +14,14 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx import status
+from phalanx import events, status
 from phalanx.diagnose import rank_record
 from phalanx.diagnose.patience import Sighting
 from phalanx.diagnose.rank_record import RankRecord, Vitals
-from phalanx.launch import inquiry, vigil, vitals
+from phalanx.launch import crew, inquiry, vigil, vitals
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
 from phalanx.launch.sentries import Sentries
+from phalanx.launch.spec import LaunchSpec, Program, placements
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.tidings import Tidings
 from phalanx.launch.vigil import Vigil
@@ -240,3 +241,17 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
     assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run goes on"]
     assert len(noted) == 1
     assert "in fail" in noted[0]
+
+
+def test_a_new_attempt_is_not_taken_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its ranks have written pages of their own, there are none."""
+    paths = [events.error_path(tmp_path, 0), status.status_path(tmp_path, 0)]
+    for path in paths:
+        path.touch()
+    seen: list[bool] = []
+    monkeypatch.setattr(crew.Crew, "_start", lambda *_: seen.extend(path.exists() for path in paths))
+    monkeypatch.setattr(crew, "new_member", lambda *_: None)
+    spec = LaunchSpec(Program("script", "x.py"))
+    started = crew.Crew(spec, {}, tmp_path, None, cast(Any, None), cast(Any, SimpleNamespace(resume=None)), print)
+    started.start(cast(Any, None), placements([1]), ("127.0.0.1", 1234), attempt=1)
+    assert seen == [False, False]

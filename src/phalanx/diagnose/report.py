@@ -50,9 +50,10 @@ def failure_block(
         ending.append(f"  {_ranks(verdict.victims)} fell with it")
     ending.append(f"  {'traceback and ' if cause.error else ''}output: {log}")
     room = _HEIGHT - len(lines) - len(ending) - 1
-    if cause.tail and room > 0:
+    printed = [line for line in cause.tail if not line.startswith("phalanx: ")]  # which says nothing of the failure
+    if printed and room > 0:
         lines.append("  the last it printed:")
-        lines += [clip(f"    {line}") for line in cause.tail[-room:]]
+        lines += [clip(f"    {line}") for line in printed[-room:]]
     lines += ending
     assert len(lines) <= _HEIGHT, "the block must fit on a small screen"
     return lines
