@@ -117,7 +117,9 @@ def test_more_groups_than_there_is_room_for(path: Path) -> None:
     names = [group.name for group in found.groups]
     assert sorted(names) == ["0", *sorted(f"new {number}" for number in range(layout.GROUPS - 1))]
     page.end(all_reduce(page, page.group("old", [0]), 5), 0.0)
-    assert found_at(path).collectives[-1].group == "old"
+    found = found_at(path)
+    assert found.collectives[-1].group == "old"
+    assert "new 0" not in {group.name for group in found.groups}, "the oldest makes room, not the latest"
     assert page.group("0", range(8)) == world
 
 
