@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -59,3 +61,34 @@ def test_raised_within_the_script_it_has_its_own() -> None:
     with pytest.raises(RuntimeError) as raised:
         run_of(script, interrupted_script)
     assert functions(hindsight.script_side(raised.value, user_side)) == ["interrupted_script", "handler"]
+
+
+def test_threads_that_die_are_told_a_limited_number_of_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: print("printed as ever", args.exc_type.__name__))
+    monkeypatch.setattr(hindsight, "_MOST_DEATHS", 3)
+    told: list[Any] = []
+    hindsight.tell_of_threads(told.append)
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    for error in (OSError("shard 12\nis corrupt"), SystemExit(), Mute(), ValueError(), KeyError("too many")):
+        thread = threading.Thread(target=_raise, args=[error], name="producer")
+        thread.start()
+        thread.join()
+    deaths = [one["thread"] for one in told]
+    assert [death["error"] for death in deaths] == [
+        "OSError: shard 12",
+        "Mute: (its message cannot be shown)",
+        "ValueError",
+    ]
+    assert {death["name"] for death in deaths} == {"producer"}
+    assert all(re.fullmatch(r".*test_hindsight.py:\d+", death["place"]) for death in deaths)
+    assert capsys.readouterr().out.count("printed as ever") == 5
+
+
+def _raise(error: BaseException) -> None:
+    raise error

@@ -5,6 +5,7 @@ Nothing of it costs anything before. torch is asked only if the script has impor
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import threading
@@ -18,6 +19,8 @@ from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.stacks import is_users
 
 _MOMENT = 1.0
+_MOST_DEATHS = 100
+"""Of threads that are told: some programs lose one every second, for days."""
 _HANDLER = "torch/utils/data/_utils/signal_handling.py"
 
 
@@ -46,9 +49,10 @@ def tell_of_threads(tell: Callable[[Mapping[str, Any]], object]) -> None:
     """When an exception ends a thread beside the main one, the agent is told as well: the main thread may wait for it
     from then on. What Python prints of it is printed as ever."""
     plain = threading.excepthook
+    untold = itertools.repeat(None, _MOST_DEATHS)
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit and args.exc_value is not None:
+        if args.exc_type is not SystemExit and next(untold, args) is None:
             tell({"thread": _death(args)})
         plain(args)
 
@@ -58,7 +62,10 @@ def tell_of_threads(tell: Callable[[Mapping[str, Any]], object]) -> None:
 def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
     """As diagnose.rank_record.ThreadDeath has it."""
     lines = [line for line in traceback.extract_tb(args.exc_traceback) if is_users(line.filename)]
-    message = (str(args.exc_value).strip().splitlines() or [""])[0]
+    try:
+        message = (str(args.exc_value).strip().splitlines() or [""])[0]
+    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
+        message = "(its message cannot be shown)"
     return {
         "name": args.thread.name if args.thread is not None else "",
         "error": f"{args.exc_type.__name__}: {message[:200]}" if message else args.exc_type.__name__,
