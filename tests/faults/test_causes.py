@@ -245,7 +245,9 @@ def test_a_loaders_worker_is_killed(number: int, phalanx: Runner, script) -> Non
     assert f"is killed by signal: {signal.strsignal(number)}" in outcome.complaint[0], outcome.err
     assert ("/dev/shm has room" in shown(outcome)) == (number == signal.SIGBUS)
     assert any("train.py:14: list(DataLoader(Deadly(), num_workers=1))" in line for line in outcome.complaint)
-    assert "Traceback" not in outcome.err, "nothing has come between the failure and its report"
+    # torch raises wherever Python happens to be. In a destructor, Python shows it and goes on.
+    unheard = outcome.err.count("Exception ignored in")
+    assert outcome.err.count("Traceback") == unheard, "nothing has come between the failure and its report"
 
 
 # ---- native code
