@@ -2,7 +2,8 @@
 
     runs/<id>/                 mode 0700: it holds the environment's values and whatever the script printed
       run.json                 the LaunchSpec, written before anything starts
-      agent.events.jsonl       one line an event of the agent: started, exited, stall, straggler, restarting, ended
+      agent.events.jsonl       one line an event of the agent: started, exited, stall, straggler, restarting, ended, and
+                               trouble: something could not be watched
       rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch; of px.Checkpointer
                                saving and loaded, and from the rank that was done last saved or save failed, each with
                                the step and the seconds

@@ -288,7 +288,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "resumes": Run(place, "resumes", RESUMES, "--stall-after", "1.5", arguments=["4"]),
         "gives up on shm": Run(place, "gives up on shm", RESUMES, "--stall-after", "1", arguments=["60", "6"]),
         "gives up on gloo": Run(place, "gives up on gloo", RESUMES, *gloo, "--stall-after", "1", arguments=["60", "6"]),
-        "off": Run(place, "off", RESUMES, "--stall-after", "0", arguments=["4"]),
+        "off": Run(place, "off", RESUMES, "--stall-after", "0", "--on-stall", "kill", arguments=["4"]),
         "unseen": Run(place, "unseen", UNSEEN, *gloo, *patient, TORCH_FR_BUFFER_SIZE="0"),
     }
     for run in found.values():

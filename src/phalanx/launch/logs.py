@@ -89,7 +89,7 @@ class LogFile:
         self._complain = complain
         self._fd: int | None = None
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it meanwhile
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             complain(f"cannot write {path}: {error.strerror}. There is no log there, the run goes on.")
