@@ -222,6 +222,24 @@ static const struct shape SMALL_ALL_REDUCE = {.put = put_whole, .take = take_red
 
 /* ---- the engine */
 
+bool has_memory(const phx_group *g, const phx_call *call)
+{
+    const struct shape *shape = &SHAPES[call->op];
+    bool root = g->rank == call->root, reads = !shape->from_root || root, writes = !shape->to_root || root;
+    bool in_each = shape->shared_out, out_each = shape->take == take_from_all || shape->take == take_pieces;
+    if (call->op == PHX_BROADCAST)
+        writes = !root;
+    for (int p = 0; p < g->ranks && call->op != PHX_BARRIER; p++) {
+        bool lacks_in = !(in_each && call->ins ? call->ins[p] : call->in) && sent_bytes(call, p);
+        bool lacks_out = !(out_each && call->outs ? call->outs[p] : call->out) && received_bytes(call, p);
+        if ((reads && lacks_in) || (writes && lacks_out))
+            return false;
+        if (!call->ins && !call->outs && !call->sends && !call->receives)
+            break; /* the same for all */
+    }
+    return true;
+}
+
 void begin(phx_group *g, const phx_call *call)
 {
     collective *c = &g->now;
@@ -236,8 +254,7 @@ void begin(phx_group *g, const phx_call *call)
         delivered += received_bytes(call, p);
     c->streams = delivered >= STREAM_BYTES;
     c->rounds = call->op == PHX_BARRIER ? 0 : (block_bytes(call) + c->piece - 1) / c->piece;
-    c->step = 0;
-    c->deadline = now_ns() + call->timeout_ns;
+    c->step = c->deadline = 0;
     g->number++;
 }
 
@@ -334,7 +351,9 @@ static int do_step(phx_group *g, uint64_t step)
 int go_on(phx_group *g)
 {
     collective *c = &g->now;
-    for (; !has_ended(c); c->step++) {
+    /* Every step has a deadline of its own, also when it is resumed: time counts while nothing moves. A rank that is
+     * waited for in a step has all that it needs to get there, so its silence is its own. */
+    for (; !has_ended(c); c->step++, c->deadline = 0) {
         int result = do_step(g, c->step);
         if (result)
             return result;

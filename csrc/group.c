@@ -72,6 +72,8 @@ void phx_close(phx_group *g)
 
 int phx_run(phx_group *g, const phx_call *call)
 {
+    if (!has_memory(g, call))
+        return PHX_REFUSED;
     note_start(g);
     if (group_has_failed(g))
         return PHX_FAILED;

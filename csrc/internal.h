@@ -18,7 +18,7 @@ typedef struct {
     bool streams;    /* the result is too large for the caches */
     uint64_t rounds; /* known after the entries have been read, for all_to_all */
     uint64_t step;
-    uint64_t deadline; /* CLOCK_MONOTONIC in nanoseconds */
+    uint64_t deadline; /* of the wait in this step, CLOCK_MONOTONIC in nanoseconds; 0 until it has to wait */
 } collective;
 
 struct phx_group {
@@ -105,6 +105,9 @@ void note_start(phx_group *g);
 int note_end(phx_group *g, int result);
 
 /* ---- collectives.c */
+
+/* Whether every pointer is there that this rank's part of a collective goes by. */
+bool has_memory(const phx_group *g, const phx_call *call);
 
 void begin(phx_group *g, const phx_call *call);
 int go_on(phx_group *g);

@@ -139,6 +139,9 @@ TIMES(float, f32)
 TIMES(double, f64)
 OVER(float, f32)
 OVER(double, f64)
+OVER(int32_t, i32)
+OVER(int64_t, i64)
+OVER(widest, widest)
 
 #define FLOAT_KERNELS(NAME, STORED, TYPE, LOAD, STORE, COMPUTED)                                                       \
     KERNEL(sum_##NAME, STORED, TYPE, LOAD, STORE, NOTHING, ADD, NOTHING)                                               \
@@ -158,17 +161,13 @@ FLOAT_KERNELS(bf16, uint16_t, float, LEVEL(load_bf16), LEVEL(store_bf16), f32)
 
 /* Sums and products of signed numbers have the bits of those of unsigned ones, and overflow there is defined. */
 #define INTEGER_KERNELS(BITS)                                                                                          \
-    OVER(int##BITS##_t, i##BITS)                                                                                       \
-    OVER(uint##BITS##_t, u##BITS)                                                                                      \
     PLAIN_KERNEL(sum_##BITS, uint##BITS##_t, ADD, NOTHING)                                                             \
     PLAIN_KERNEL(product_##BITS, uint##BITS##_t, MULTIPLY, NOTHING)                                                    \
     PLAIN_KERNEL(band_##BITS, uint##BITS##_t, AND, NOTHING)                                                            \
     PLAIN_KERNEL(bor_##BITS, uint##BITS##_t, OR, NOTHING)                                                              \
     PLAIN_KERNEL(bxor_##BITS, uint##BITS##_t, XOR, NOTHING)                                                            \
-    PLAIN_KERNEL(avg_i##BITS, int##BITS##_t, WRAPPING_ADD, LEVEL(over_i##BITS))                                        \
     PLAIN_KERNEL(min_i##BITS, int##BITS##_t, LEAST, NOTHING)                                                           \
     PLAIN_KERNEL(max_i##BITS, int##BITS##_t, GREATEST, NOTHING)                                                        \
-    PLAIN_KERNEL(avg_u##BITS, uint##BITS##_t, ADD, LEVEL(over_u##BITS))                                                \
     PLAIN_KERNEL(min_u##BITS, uint##BITS##_t, LEAST, NOTHING)                                                          \
     PLAIN_KERNEL(max_u##BITS, uint##BITS##_t, GREATEST, NOTHING)
 
@@ -176,6 +175,30 @@ INTEGER_KERNELS(8)
 INTEGER_KERNELS(16)
 INTEGER_KERNELS(32)
 INTEGER_KERNELS(64)
+
+/* An average lies between its numbers, but their sum need not: it is computed in a wider type. */
+#define AVERAGE(NAME, STORED, TYPE, OVER_TYPE)                                                                         \
+    TARGET static const TYPE *LEVEL(load_##NAME)(const void *source, TYPE *to, size_t n)                               \
+    {                                                                                                                  \
+        for (size_t i = 0; i < n; i++)                                                                                 \
+            to[i] = ((const STORED *)source)[i];                                                                       \
+        return to;                                                                                                     \
+    }                                                                                                                  \
+    TARGET static void LEVEL(store_##NAME)(void *target, const TYPE *from, size_t n)                                   \
+    {                                                                                                                  \
+        for (size_t i = 0; i < n; i++)                                                                                 \
+            ((STORED *)target)[i] = (STORED)from[i];                                                                   \
+    }                                                                                                                  \
+    KERNEL(avg_##NAME, STORED, TYPE, LEVEL(load_##NAME), LEVEL(store_##NAME), NOTHING, ADD, LEVEL(over_##OVER_TYPE))
+
+AVERAGE(i8, int8_t, int32_t, i32)
+AVERAGE(u8, uint8_t, int32_t, i32)
+AVERAGE(i16, int16_t, int32_t, i32)
+AVERAGE(u16, uint16_t, int32_t, i32)
+AVERAGE(i32, int32_t, int64_t, i64)
+AVERAGE(u32, uint32_t, int64_t, i64)
+AVERAGE(i64, int64_t, widest, widest)
+AVERAGE(u64, uint64_t, widest, widest)
 
 /* ---- the tables that reduce.c chooses from */
 
@@ -229,6 +252,7 @@ static const instruction_set LEVEL(set) = {
 #undef PLAIN_KERNEL
 #undef INTEGER_KERNELS
 #undef FLOAT_ROW
+#undef AVERAGE
 #undef INTEGER_ROW
 #undef BOOL_ROW
 #undef LEVEL

@@ -44,7 +44,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PHX_VERSION 2
+#define PHX_VERSION 3
 #define PHX_MAX_RANKS 256
 #define PHX_LINE 64
 
@@ -119,7 +119,7 @@ typedef struct {
     uint32_t patience; /* microseconds of yielding before sleeping */
     uint64_t count;
     double factor;
-    uint64_t timeout_ns;
+    uint64_t timeout_ns; /* of waiting while no rank that is waited for gets any further */
     const void *in;
     void *out;
     const void *const *ins;
@@ -133,7 +133,8 @@ typedef struct {
 enum phx_result {
     PHX_OK,
     PHX_INTERRUPTED, /* a signal came; deal with it, then call phx_resume, or phx_abort */
-    PHX_FAILED       /* phx_get_failure says why */
+    PHX_FAILED,      /* phx_get_failure says why */
+    PHX_REFUSED      /* a pointer of the call is NULL where there are elements; the collective was not entered */
 };
 
 enum phx_failure_kind {
@@ -143,7 +144,7 @@ enum phx_failure_kind {
     PHX_SPLITS,   /* all_to_all: `culprit` sends `sent` elements to `receiver`, which expects `expected` */
     PHX_LOST,     /* the process of `culprit` is gone */
     PHX_LEFT,     /* `culprit` has left the group, and will never enter this collective */
-    PHX_TIMEOUT,  /* `finder` waited too long for the ranks in `missing` */
+    PHX_TIMEOUT,  /* `finder` waited `timeout_ns` for the ranks in `missing` */
     PHX_ABORTED   /* `finder` called phx_abort */
 };
 
@@ -167,6 +168,7 @@ typedef struct {
     phx_signature culprits;
     uint64_t sent;
     uint64_t expected;
+    uint64_t timeout_ns;
     uint64_t missing[PHX_MAX_RANKS / 64];
 } phx_failure;
 

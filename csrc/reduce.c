@@ -18,10 +18,16 @@ typedef struct {
     kernel *kernels[PHX_DTYPES][PHX_REDUCES];
 } instruction_set;
 
+/* Holds the sum of as many 64-bit numbers as there can be ranks, on every machine with 64-bit registers. */
+#if defined(__SIZEOF_INT128__)
+typedef __int128 widest;
+#else
+typedef int64_t widest;
+#endif
+
 /* ---- two numbers into one; the casts undo the promotion of small integers */
 
 #define ADD(TYPE, x, y) ((TYPE)((x) + (y)))
-#define WRAPPING_ADD(TYPE, x, y) ((TYPE)((uint64_t)(x) + (uint64_t)(y)))
 #define MULTIPLY(TYPE, x, y) ((TYPE)(_Generic((TYPE)0, float: 1.0f, double: 1.0, default: 1u) * (x) * (y)))
 #define AND(TYPE, x, y) ((TYPE)((x) & (y)))
 #define OR(TYPE, x, y) ((TYPE)((x) | (y)))
@@ -112,7 +118,13 @@ typedef long long vector64 __attribute__((vector_size(64), aligned(1), may_alias
 
 #define LEVEL(name) name##_avx512
 #define LEVEL_NAME "avx512"
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c,prefer-vector-width=512")))
+/* Compilers use half of what these registers hold unless they are told; each in its own way. */
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c"
+#if defined(__clang__)
+#define TARGET __attribute__((target(AVX512), min_vector_width(512)))
+#else
+#define TARGET __attribute__((target(AVX512 ",prefer-vector-width=512")))
+#endif
 #define VECTOR vector64
 #define STREAM(to, vector) _mm512_stream_si512((__m512i *)(to), (__m512i)(vector))
 #define HAS_F16C

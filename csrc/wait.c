@@ -103,7 +103,7 @@ static int fail_because_of(phx_group *g, enum phx_failure_kind kind, int culprit
 
 static int time_is_up(phx_group *g, counter_offset counter, uint64_t value)
 {
-    phx_failure failure = {.kind = PHX_TIMEOUT, .culprit = -1};
+    phx_failure failure = {.kind = PHX_TIMEOUT, .culprit = -1, .timeout_ns = g->now.call.timeout_ns};
     for (int p = 0; p < g->ranks; p++)
         if (p != g->rank && atomic_load_explicit(counter_of(g, p, counter), memory_order_relaxed) < value)
             failure.missing[p / 64] |= UINT64_C(1) << (p % 64);
@@ -151,6 +151,8 @@ static bool sleep_for(phx_group *g, int rank, counter_offset counter, uint64_t v
 static int wait_patiently(phx_group *g, int rank, counter_offset counter, uint64_t value)
 {
     uint64_t now = now_ns(), until = now + g->now.call.patience * UINT64_C(1000);
+    if (!g->now.deadline)
+        g->now.deadline = now + g->now.call.timeout_ns;
     while (now < until && g->times_away < TIMES_AWAY) {
         uint64_t before = now;
         sched_yield();

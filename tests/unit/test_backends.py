@@ -182,4 +182,4 @@ def test_only_the_first_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_what_doctor_will_ask() -> None:
-    assert shm.describe()["shm"].startswith("version 2, ")
+    assert shm.describe()["shm"].startswith("version 3, ")

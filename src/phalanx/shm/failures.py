@@ -73,7 +73,7 @@ def to_exception(failure: Failure, names: Names) -> Exception:
     if failure.kind == native.LEFT:
         return left(names, failure.culprit, number)
     if failure.kind == native.TIMEOUT:
-        return timed_out(names, failure.finder, failure.missing_ranks(), number)
+        return timed_out(names, failure.finder, failure.missing_ranks(), failure.timeout_ns / 1e9, number)
     return aborted(names, failure.finder, number)
 
 
@@ -111,9 +111,11 @@ def left(names: Names, rank: int, number: int | None = None) -> PeerLost:
     return PeerLost(f"{names(rank)} has left the group and never comes to {names.where(number)}.")
 
 
-def timed_out(names: Names, finder: int, missing: Sequence[int], number: int | None = None) -> CollectiveTimeout:
+def timed_out(
+    names: Names, finder: int, missing: Sequence[int], seconds: float, number: int | None = None
+) -> CollectiveTimeout:
     return CollectiveTimeout(
-        f"the timeout of {names.timeout:g} s is over: {names(finder)} waited for {names.those(missing)}; "
+        f"the timeout of {seconds:g} s is over: {names(finder)} waited for {names.those(missing)}; "
         f"{names.where(number)}."
     )
 

@@ -127,7 +127,7 @@ class Links:
                 look()
             if time.monotonic() > deadline:
                 missing = [rank for node, line in self._lines.items() if not line.words for rank in self._ranks(node)]
-                raise failures.timed_out(self._names, self._nodes.rank, missing)
+                raise failures.timed_out(self._names, self._nodes.rank, missing, self._names.timeout)
         self.look()  # whoever said it may have given up since
         words = {node: line.words.popleft() for node, line in self._lines.items()}
         return [words.get(node, word) for node in range(self._nodes.count)]

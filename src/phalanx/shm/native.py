@@ -13,10 +13,10 @@ LIBRARY = Path(__file__).with_name("libphalanx_shm.so")
 WHY_NOT = Path(__file__).with_name("not_built.txt")
 """Written by setup.py when there was no compiler, or it failed."""
 
-VERSION = 2
+VERSION = 3
 MAX_RANKS = 256
 
-OK, INTERRUPTED, FAILED = range(3)
+OK, INTERRUPTED, FAILED, REFUSED = range(4)
 
 (BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL) = range(9)
 OPS = (
@@ -79,6 +79,7 @@ class Failure(Structure):
         ("culprits", Signature),
         ("sent", c_uint64),
         ("expected", c_uint64),
+        ("timeout_ns", c_uint64),
         ("missing", c_uint64 * (MAX_RANKS // 64)),
     )
 

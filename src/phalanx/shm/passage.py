@@ -153,7 +153,7 @@ class Passage:
         while not self._has_come(work):
             self._look()
             if time.monotonic() > deadline:
-                raise failures.timed_out(self.names, self.nodes.rank, peers)
+                raise failures.timed_out(self.names, self.nodes.rank, peers, self._timeout)
 
     def _has_come(self, work: dist.Work) -> bool:
         try:

@@ -97,6 +97,8 @@ class Segment:
             raise
         if result == native.FAILED:
             raise self.failure()
+        if result == native.REFUSED:
+            raise UsageError(f"{native.OPS[call.op]} was given no memory for its elements; nothing has been exchanged.")
 
     def failure(self) -> Exception:
         """The group's first failure, as an exception."""
