@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import CollectiveError
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
@@ -171,3 +173,26 @@ def test_a_message_that_does_not_fit(size: int, dtype: torch.dtype, text: str, r
 
     told = run_ranks(check, 2, backend="shm")[1]
     assert told == f"CollectiveMismatch: {text}; tag 2 of group 'world'."
+
+
+def test_an_error_of_this_process_is_no_lost_peer(run_ranks: RunRanks) -> None:
+    def check(world: World) -> tuple[str, float]:
+        tensor = torch.zeros(3)
+        if world.rank == 1:
+            dist.send(tensor + 1, 0)
+            dist.recv(tensor, 0)
+            return "", tensor[0].item()
+        dist.recv(tensor, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(CollectiveError) as caught:
+                dist.send(tensor, 1)  # needs a connection
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        dist.send(tensor, 1)
+        return str(caught.value), tensor[0].item()
+
+    (told, _), (_, received) = run_ranks(check, 2, backend="shm")
+    assert told == "rank 1 has not received float32[3] with tag 0 in group 'world': Too many open files."
+    assert received == 1.0

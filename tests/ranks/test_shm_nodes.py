@@ -175,6 +175,10 @@ def check_layouts_types_and_factors(world: World) -> list[str]:
         average = torch.full((size,), 60_000.0).half()
         dist.all_reduce(average, ReduceOp.AVG)
         equal("an average whose sum is too large", average, torch.full((size,), 60_000.0).half(), faults)
+        for dtype in (torch.uint8, torch.int8, torch.uint16, torch.int32):
+            tensor = torch.full((size,), torch.iinfo(dtype).max, dtype=dtype)
+            dist.all_reduce(tensor, ReduceOp.AVG)
+            equal(f"average of {dtype}", tensor.long(), torch.full((size,), torch.iinfo(dtype).max), faults)
         for dtype in (torch.uint16, torch.uint32, torch.uint64):
             for op, value in ((ReduceOp.SUM, 10), (ReduceOp.MAX, 4), (ReduceOp.AVG, 2)):
                 tensor = torch.full((size,), world.rank + 1).to(dtype)
@@ -186,12 +190,29 @@ def check_layouts_types_and_factors(world: World) -> list[str]:
     return faults
 
 
+EXPANDED: tuple[Callable[[Tensor], Any], ...] = (
+    dist.all_reduce,
+    lambda tensor: dist.reduce(tensor, dist.get_rank()),
+    lambda tensor: dist.broadcast(tensor, (dist.get_rank() + 1) % 4),
+    lambda tensor: dist.all_gather([tensor] * 4, torch.ones(3)),
+    lambda tensor: dist.all_gather_single(torch.ones(4, 1).expand(4, 3), torch.ones(3)),
+    lambda tensor: dist.reduce_scatter(tensor, [torch.ones(3)] * 4),
+)
+"""What would write to it; to none of them does anybody come."""
+
+
 def check_that_a_wrong_call_breaks_nothing(world: World) -> list[str]:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
     for wrong in (
         lambda: dist.all_gather([torch.empty(2)], torch.ones(2)),
         lambda: dist.all_reduce(torch.ones(2).bool(), ReduceOp.AVG),
+        *(lambda act=act: act(torch.ones(1).expand(3)) for act in EXPANDED),
+        lambda: dist.all_gather([torch.empty(2, 3)] * 4, torch.ones(3, 2)),
+        lambda: dist.all_reduce(freed),
+        lambda: dist.send(freed, (world.rank + 1) % 4),
     ):
-        with pytest.raises((UsageError, RuntimeError, ValueError)):
+        with pytest.raises(UsageError):
             wrong()
     faults: list[str] = []
     tensor = torch.ones(1)

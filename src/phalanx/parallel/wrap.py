@@ -69,6 +69,12 @@ def data_parallel(
     _check_options(ddp_options)
     if isinstance(model, DistributedDataParallel | OneProcess):
         raise UsageError("the model is wrapped already; give data_parallel the model inside, model.module.")
+    sharded = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "to_local")), None)
+    if sharded is not None:
+        raise UsageError(
+            f"parameter {sharded!r} is a DTensor: the model is sharded already, by fully_shard or parallelize_module, "
+            "and data_parallel keeps whole replicas; use the model as it is."
+        )
     spot = _Spot.find(ddp_options.get("process_group"))
     if mode == "dp" and spot.size > 1:
         raise UsageError(

@@ -31,7 +31,6 @@ from phalanx.shm.tensors import (
     check_blocks,
     check_exchange,
     code_of,
-    is_in_one_piece,
     numbers_of,
     reduce_of,
     split,
@@ -75,20 +74,24 @@ class AcrossNodes:
         staging.finish()
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
-        block = flat(tensor).clone()  # only the root's tensor changes
+        staging = Staging()
+        # Only the root's tensor changes.
+        block = flat(staging.update(tensor)) if self._rank == root else flat(tensor).clone()
         signature, reduction = self._reduction(native.REDUCE, block, op, root)
         with self._passage.collective(signature):
             self._reduce_everywhere(signature, real(block), reduction)
-        if self._rank == root:
-            tensor.detach().copy_(block.view(tensor.shape))
+        staging.finish()
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor] | Tensor, op: Any) -> None:
         check_blocks(inputs, output, self._size, "reduce_scatter")
+        staging = Staging()
+        target = flat(staging.write(output))
         whole = torch.cat([flat(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)])
         signature, reduction = self._reduction(native.REDUCE_SCATTER, whole[: output.numel()], op)
         with self._passage.collective(signature):
             self._reduce_everywhere(signature, real(whole), reduction)
-        output.detach().copy_(whole.view(self._size, output.numel())[self._rank].view(output.shape))
+        target.copy_(whole.view(self._size, output.numel())[self._rank])
+        staging.finish()
 
     def _reduction(self, op: int, block: Tensor, reduce_op: Any, root: int = -1) -> tuple[Signature, Reduction]:
         reduce, factor = reduce_of(reduce_op)
@@ -97,6 +100,11 @@ class AcrossNodes:
         return signature, arithmetic.plan(reduce, factor, block.dtype, self._size)
 
     def _reduce_everywhere(self, signature: Signature, block: Tensor, reduction: Reduction) -> None:
+        wide = arithmetic.widened(block, reduction)
+        if wide is not None:
+            self._reduce_everywhere(signature, wide, reduction)
+            block.copy_(wide)
+            return
         if size_of(block) > self._nodes.small_bytes:
             self._passage.agree_all(signature)
             self._large.reduce(block, reduction)
@@ -113,7 +121,7 @@ class AcrossNodes:
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         staging = Staging()
-        block = flat(staging.update(tensor))
+        block = flat(staging.read(tensor) if self._rank == root else staging.write(tensor))
         signature = Signature(op=native.BROADCAST, dtype=code_of(block)[0], root=root, count=block.numel())
         with self._passage.collective(signature):
             self._broadcast(signature, block, self._nodes.node_of(root), self._nodes.place_of(root))
@@ -142,23 +150,19 @@ class AcrossNodes:
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor) -> None:
         check_blocks(outputs, tensor, self._size, "all_gather")
+        staging = Staging()
         block = flat(tensor)
-        in_order = self._nodes.order == tuple(range(self._size))
-        if isinstance(outputs, Tensor) and in_order and is_in_one_piece(outputs):
-            in_place, whole = True, as_bytes(flat(outputs))
-        else:
-            in_place, whole = False, torch.empty(size_of(block) * self._size, dtype=torch.uint8)
+        targets = [flat(staging.write(each)) for each in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+        in_place = len(targets) == 1 and self._nodes.order == tuple(range(self._size))
+        whole = as_bytes(targets[0]) if in_place else torch.empty(size_of(block) * self._size, dtype=torch.uint8)
         signature = Signature(op=native.ALL_GATHER, dtype=code_of(block)[0], root=-1, count=block.numel())
         with self._passage.collective(signature):
             rows = self._collect(signature, as_bytes(block), whole)
-        if in_place:
-            return
-        if isinstance(outputs, Tensor):
-            ordered = rows[torch.tensor(self._nodes.order).argsort()].flatten()
-            outputs.detach().copy_(typed(ordered, tensor.dtype).view(outputs.shape))
-            return
-        for row, rank in zip(rows, self._nodes.order, strict=True):
-            outputs[rank].detach().copy_(typed(row, tensor.dtype).view(outputs[rank].shape))
+        if not in_place:
+            blocks = targets[0].chunk(self._size) if isinstance(outputs, Tensor) else targets
+            for row, rank in zip(rows, self._nodes.order, strict=True):
+                blocks[rank].copy_(typed(row, tensor.dtype))
+        staging.finish()
 
     def _collect(self, signature: Signature, mine: Tensor, whole: Tensor) -> Tensor:
         """The bytes of all ranks in ``whole``, a row for each, node by node."""

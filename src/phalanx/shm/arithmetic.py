@@ -21,6 +21,7 @@ from phalanx.shm.tensors import REDUCE_NAMES
 _HALVES = (torch.float16, torch.bfloat16)
 _UNSIGNED = tuple(getattr(torch, name) for name in ("uint16", "uint32", "uint64"))
 """torch can hold these and do little with them; numpy can."""
+_NARROW = (torch.int8, torch.int16, torch.int32, *(getattr(torch, name) for name in ("uint8", "uint16", "uint32")))
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ def plan(reduce: int, factor: float, dtype: torch.dtype, ranks: int) -> Reductio
     if name == "avg":
         return Reduction(_operator("sum"), "sum", ranks)
     return Reduction(_operator(name), name)
+
+
+def widened(block: Tensor, reduction: Reduction) -> Tensor | None:
+    """A copy to take the average in, where the sum may be too large for the type. There is nothing above 64 bits."""
+    return block.to(torch.int64) if reduction.divisor > 1 and block.dtype in _NARROW else None
 
 
 def _operator(name: str, factor: float = 0.0) -> Operator:

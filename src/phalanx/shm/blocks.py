@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.shm.tensors import is_in_one_piece
+from phalanx.shm.tensors import in_one_piece
 
 
 def flat(tensor: Tensor) -> Tensor:
     """Its elements one after the other: the tensor's own where they lie so, otherwise a copy."""
-    if is_in_one_piece(tensor):
-        return tensor.detach().view(-1)
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).view(-1)
+    return in_one_piece(tensor).detach().view(-1)
 
 
 def real(block: Tensor) -> Tensor:

@@ -39,17 +39,17 @@ class Collectives:
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:
-        self._timeout_ns = int(seconds * 1e9)
+        self._timeout = seconds
         self.prepared.clear()
 
     def within(self, seconds: float, run: Callable[[], None]) -> None:
         """Runs it with a timeout of its own."""
-        usual = self._timeout_ns
-        self._timeout_ns = int(seconds * 1e9)
+        usual = self._timeout
+        self.set_timeout(seconds)
         try:
             run()
         finally:
-            self._timeout_ns = usual
+            self.set_timeout(usual)  # also for the calls that were prepared meanwhile
 
     def keep(self, log: native.Log | None) -> None:
         self._segment.keep(log)
@@ -81,15 +81,14 @@ class Collectives:
 
     def reduce(self, tensor: Tensor, op: Any, root: int) -> None:
         staging = Staging()
-        block = staging.update(tensor)
+        block = staging.update(tensor) if self._rank == root else staging.read(tensor)
         where = {"input": block.data_ptr(), "output": block.data_ptr()}
         self._run(self._reduction(native.REDUCE, block, op, where, root))
-        if self._rank == root:
-            staging.finish()
+        staging.finish()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         staging = Staging()
-        block = staging.update(tensor)
+        block = staging.read(tensor) if self._rank == root else staging.write(tensor)
         self._move(native.BROADCAST, block, {"input": block.data_ptr(), "output": block.data_ptr()}, root)
         staging.finish()
 
@@ -184,7 +183,7 @@ class Collectives:
         self._run(native.Call(op=op, dtype=code, width=width, count=block.numel(), root=root, **where))
 
     def _run(self, call: native.Call) -> None:
-        call.timeout_ns = self._timeout_ns
+        call.timeout_ns = int(self._timeout * 1e9)
         call.patience = PATIENCE
         self._segment.run(call)
 

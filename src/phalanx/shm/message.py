@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import time
 from datetime import timedelta
 
 from torch import Tensor
@@ -25,6 +27,8 @@ class Message(Work):
         self._block = block
         self.code, width = code_of(block)
         self.count = block.numel()
+        self.moved = 0.0
+        """When the last piece of it was sent or received, as time.monotonic() has it."""
         self.bytes = memoryview((ctypes.c_char * (self.count * width)).from_address(block.data_ptr())).cast("B")
 
     def finish(self, peer: int) -> None:
@@ -38,12 +42,12 @@ class Message(Work):
         limit = given if given > 0 else self._names.timeout
         if self.is_completed():
             return super().wait()
-        op = layout.RECV if self.received else layout.SEND
-        try:
-            with self._book.waiting(op, self._block, self.peer):
-                return super().wait(timedelta(seconds=limit))
-        except TimeoutError:
-            raise CollectiveTimeout(f"the timeout of {limit:g} s is over: {self}.") from None
+        began = time.monotonic()
+        with self._book.waiting(layout.RECV if self.received else layout.SEND, self._block, self.peer):
+            while (left := max(began, self.moved) + limit - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):  # counted again from the last piece
+                    return super().wait(timedelta(seconds=max(left, 0.001)))
+        raise CollectiveTimeout(f"the timeout of {limit:g} s is over: {self}.")
 
     def _source_rank(self) -> int:
         """torch asks for it after a receive from anybody."""

@@ -12,11 +12,12 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from phalanx.errors import UsageError
+from phalanx.errors import CollectiveError, UsageError
 from phalanx.shm.failures import CollectiveAborted, CollectiveMismatch, Names, PeerLost
 from phalanx.shm.logbook import Logbook
 from phalanx.shm.message import Message, spell
@@ -25,6 +26,8 @@ from phalanx.shm.tensors import width_of
 _HEADER = struct.Struct("<qQQ")
 """Tag, type, number of elements."""
 _CREDENTIALS = struct.Struct("3i")
+_PIECE = 1 << 20
+"""Bytes that are sent at a time: a timeout counts from the last of them."""
 
 
 class Messages:
@@ -139,9 +142,13 @@ class _Traffic:
             async with self._turns.setdefault(peer, asyncio.Lock()):
                 line = self._lines_out.get(peer) or self._connect(peer)
                 await self._loop.sock_sendall(line, _HEADER.pack(message.tag, message.code, message.count))
-                await self._loop.sock_sendall(line, message.bytes)
-        except OSError:
-            self._end(message, self._lost(peer, message))
+                for start in range(0, len(message.bytes), _PIECE):
+                    await self._loop.sock_sendall(line, message.bytes[start : start + _PIECE])
+                    message.moved = time.monotonic()
+        except OSError as error:
+            if peer in self._lines_out:  # it may be in the middle of a message, or was never connected
+                self._lines_out.pop(peer).close()
+            self._end(message, self._why(error, peer, message))
         else:
             self._open.discard(message)
             message.finish(peer)
@@ -195,10 +202,11 @@ class _Traffic:
         try:
             while self._is_wanted(source):
                 await self._read_one(source, line)
-        except OSError:
-            self._dead.add(source)
+        except OSError as error:
             self._lines_in.pop(source).close()
-            self._give_up(source)
+            if isinstance(error, ConnectionError):
+                self._dead.add(source)
+            self._give_up(source, error)
         finally:
             self._readers.pop(source, None)
 
@@ -209,9 +217,9 @@ class _Traffic:
         message = self._take_wanted(source, tag)
         if message is not None and (message.code, message.count) == (code, count):
             try:
-                await self._fill(line, message.bytes)
-            except OSError:  # the sender has ended in the middle of it
-                self._end(message, self._lost(source, message))
+                await self._fill(line, message.bytes, message)
+            except OSError as error:
+                self._end(message, self._why(error, source, message))
                 raise
             self._open.discard(message)
             message.finish(source)
@@ -226,12 +234,14 @@ class _Traffic:
         else:
             self._hand_over(message, source, code, data)
 
-    async def _fill(self, line: socket.socket, into: memoryview) -> None:
+    async def _fill(self, line: socket.socket, into: memoryview, message: Message | None = None) -> None:
         while into:
             got = await self._loop.sock_recv_into(line, into)
             if got == 0:
                 raise ConnectionResetError
             into = into[got:]
+            if message is not None:
+                message.moved = time.monotonic()
 
     def _take_wanted(self, source: int, tag: int) -> Message | None:
         for place, message in enumerate(self._wanted):
@@ -270,12 +280,14 @@ class _Traffic:
         if rank in self._lines_out:
             self._lines_out[rank].shutdown(socket.SHUT_WR)
 
-    def _give_up(self, source: int) -> None:
+    def _give_up(self, source: int, error: OSError | None = None) -> None:
         """Nothing more comes from there."""
         nobody_left = not self._watches.keys() - (self._dead - self._lines_in.keys())
         for message in [m for m in self._wanted if m.peer == source or (m.peer is None and nobody_left)]:
             self._wanted.remove(message)
-            self._end(message, self._lost(source, message))
+            self._end(message, self._why(error, source, message))
 
-    def _lost(self, peer: int, message: Message) -> PeerLost:
+    def _why(self, error: OSError | None, peer: int, message: Message) -> Exception:
+        if error is not None and not isinstance(error, ConnectionError):  # this process lacks something
+            return CollectiveError(f"{message}: {error.strerror}.")
         return PeerLost(f"{self._names(peer)} (pid {self._names.pids[peer]}) has ended or left: {message}.")

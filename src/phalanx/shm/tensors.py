@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,20 +64,22 @@ def numbers_of(tensor: Tensor, reduce: int, name: str) -> tuple[int, int, int]:
 
 
 def check_blocks(blocks: Sequence[Tensor] | Tensor, like: Tensor, ranks: int, name: str) -> None:
-    """There is a block for each rank, and every one has the size and type of the others."""
+    """There is a block for each rank, and every one has the shape and type of the others."""
     if isinstance(blocks, Tensor):
-        if blocks.numel() != like.numel() * ranks or blocks.dtype != like.dtype:
+        rows, *columns = like.shape or (1,)
+        in_a_row, as_a_stack = (rows * ranks, *columns), (ranks, *like.shape)
+        if tuple(blocks.shape) not in (in_a_row, as_a_stack) or blocks.dtype != like.dtype:
             raise UsageError(
-                f"{name} got {blocks.dtype} of {blocks.numel()} elements beside {like.dtype} of {like.numel()}; "
-                f"the first needs {ranks} times the second, and the same type."
+                f"{name} got a {_describe(blocks)} beside a {_describe(like)}; "
+                f"the first needs the shape {list(in_a_row)} or {list(as_a_stack)}, and the same type."
             )
         return
     if len(blocks) != ranks:
         raise UsageError(f"{name} got {len(blocks)} tensors for {ranks} ranks; give one for each.")
     for tensor in blocks:
-        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+        if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise UsageError(
-                f"{name} got a {_describe(tensor)} beside a {_describe(like)}; all blocks need one size and type."
+                f"{name} got a {_describe(tensor)} beside a {_describe(like)}; all blocks need one shape and type."
             )
 
 
@@ -106,10 +108,42 @@ def is_in_one_piece(tensor: Tensor) -> bool:
     """Whether its elements can be read and written where they lie, one after the other."""
     if not tensor.is_cpu:
         raise UsageError(f"backend 'shm' moves tensors in memory, but this one is on {tensor.device}; use nccl there.")
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+    try:
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return False
+        address = tensor.data_ptr()
+    except RuntimeError:  # torch's, for what has no memory at all
         return False
-    # A tensor made of a buffer may begin anywhere; the vector code relies on whole elements.
-    return not tensor.data_ptr() % tensor.itemsize
+    # A tensor made of a buffer may begin anywhere; the vector code relies on whole elements. Without an address the
+    # tensor is empty, or none that lies in memory.
+    return not address % tensor.itemsize and (address != 0 or not tensor.numel())
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or the one that it stands for; UsageError where there is none."""
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:  # torch's AsyncCollectiveTensor, the result of a functional collective
+        tensor = wait()
+    try:
+        if tensor.layout is torch.strided and (tensor._is_zerotensor() or not tensor.numel() or tensor.data_ptr()):
+            return tensor
+    except RuntimeError:
+        pass  # it cannot have an address
+    if hasattr(tensor, "to_local"):
+        advice = "give its to_local()"
+    elif type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+        advice = "its storage has been freed, or belongs to a transform such as vmap"
+    else:
+        advice = "give the plain tensor that it stands for"
+    kind = type(tensor).__name__ if tensor.layout is torch.strided else f"tensor of layout {tensor.layout}"
+    raise UsageError(f"backend 'shm' got a {kind} of shape {list(tensor.shape)} with no memory of its own: {advice}.")
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    """The tensor itself where its elements lie one after the other, otherwise a copy of them that does."""
+    if is_in_one_piece(tensor) or is_in_one_piece(tensor := in_memory(tensor)):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 class Staging:
@@ -125,28 +159,34 @@ class Staging:
         self._written: list[tuple[Tensor, Tensor]] = []
 
     def read(self, tensor: Tensor) -> Tensor:
-        if is_in_one_piece(tensor):
-            return tensor
-        stand_in = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        self._read.append(stand_in)
-        return stand_in
+        block = in_one_piece(tensor)
+        if block is not tensor:
+            self._read.append(block)
+        return block
 
     def write(self, tensor: Tensor) -> Tensor:
         """For a tensor that is only written."""
-        if is_in_one_piece(tensor):
-            return tensor
-        return self._will_copy(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
+        return self._stand_in(tensor, lambda inside: torch.empty(inside.shape, dtype=inside.dtype))
 
     def update(self, tensor: Tensor) -> Tensor:
         """For one that is read and written."""
-        if is_in_one_piece(tensor):
-            return tensor
-        return self._will_copy(tensor, self.read(tensor))
+        return self._stand_in(tensor, in_one_piece)
 
-    def _will_copy(self, tensor: Tensor, stand_in: Tensor) -> Tensor:
-        self._written.append((tensor, stand_in))
-        return stand_in
+    def _stand_in(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if is_in_one_piece(tensor) or is_in_one_piece(tensor := in_memory(tensor)):
+            return tensor
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise UsageError(
+                f"backend 'shm' cannot write to an expanded tensor of shape {list(tensor.shape)}: several elements are "
+                "one number in memory; give its clone()."
+            )
+        block = make(tensor)
+        self._written.append((tensor, block))
+        return block
 
     def finish(self) -> None:
-        for tensor, stand_in in self._written:
-            tensor.detach().copy_(stand_in)
+        for tensor, block in self._written:
+            if not tensor._is_zerotensor():
+                tensor.detach().copy_(block)
+            elif block.any():
+                raise UsageError("a ZeroTensor cannot hold the result of a collective; give its clone().")
