@@ -11,12 +11,11 @@ import functools
 import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx import ballot, env, status
+from phalanx import ballot, env, notices, status
 from phalanx.errors import UsageError
 from phalanx.status import layout
 
@@ -27,7 +26,6 @@ _INSTEAD_OF = (None, "gloo", "cpu:gloo")
 _TIMEOUT = 1800.0
 """Seconds that torch waits for all ranks, unless it is told otherwise."""
 _KEEP = "(--backend as-written keeps gloo)"
-_told: set[str] = set()
 _installed = False
 
 
@@ -156,7 +154,6 @@ def _has_cards() -> bool:
 
 
 def _tell(text: str) -> None:
-    """Once, and by the first rank alone."""
-    if text not in _told and os.environ.get("RANK", "0") == "0":
-        _told.add(text)
-        print(f"phalanx: {text}", file=sys.stderr, flush=True)
+    """By the first rank alone."""
+    if os.environ.get("RANK", "0") == "0":
+        notices.give(text)

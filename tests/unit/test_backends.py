@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,20 +11,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from phalanx import backends, ballot, env, shm
+from phalanx import backends, ballot, env, notices, shm
 from phalanx.errors import JoinError, UsageError
+from phalanx.launch.member import Member
+from phalanx.launch.spec import placements
 
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_told", set())
+    monkeypatch.setattr(notices, "_given", set())
     monkeypatch.setattr(backends, "_has_cards", lambda: False)
     for name, value in {"PHALANX_BACKEND": "auto", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
 
 
 def test_gloo_or_nothing_becomes_shm_and_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [backends.choose(asked) for asked in (None, "gloo", "cpu:gloo")] == ["shm"] * 3
+    assert [backends.choose(asked) for asked in (None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo")] == ["shm"] * 4
     assert capsys.readouterr().err == (
         "phalanx: the backend is shm, not gloo: all 4 ranks are on this machine (--backend as-written keeps gloo)\n"
     )
@@ -179,6 +183,14 @@ def test_only_the_first_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("RANK", "1")
     assert backends.choose("gloo") == "shm"
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_can_report_one_printable_line_only() -> None:
+    member = Member(placements([1])[0])
+    os.write(member.report_writer, json.dumps({"notice": "a\x1b[2J\nb" + "c" * 1000}).encode() + b"\n")
+    member.read_report()
+    member.close()
+    assert member.notice == ("a[2Jb" + "c" * 1000)[:400]
 
 
 def test_what_doctor_will_ask() -> None:

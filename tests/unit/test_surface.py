@@ -49,7 +49,7 @@ TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE
 VIRTUAL_ENV
 """.split()
 
-HALLWAY = {"arguments", "attempt", "seeds", "env", "errors", "events", "ports", "status", "stores"}
+HALLWAY = {"arguments", "attempt", "seeds", "env", "errors", "events", "notices", "ports", "status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
@@ -70,7 +70,8 @@ EDGES = {
     "join": set(),
     # cluster: only for SLURM's allocation; cli: only from launch/__main__.py
     "launch": {"diagnose", "cli", "cluster"},
-    "parallel": {"diagnose", "world"},  # diagnose only for the words about gradients that are missing
+    "notices": set(),
+    "parallel": {"backends", "diagnose", "world"},  # diagnose only for the words about gradients that are missing
     "ports": set(),
     "recorder": set(),
     "seeds": set(),

@@ -66,6 +66,7 @@ class Agent:
         self._environ = dict(environ)
         self._repetition = Repetition()
         self._said_exec = False
+        self._passed_on: set[str] = set()
         self._said_who: str | None = None
         self._exit_code: int | None = None
         self._sentries = Sentries(spec, directory, self._record, self._voice, self._signals.wake)
@@ -174,7 +175,9 @@ class Agent:
         master = self._company.begin(attempt, self._idle_until)
         if master is None:
             return []
-        self._watch = Watch(self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note)
+        self._watch = Watch(
+            self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note, self._pass_on
+        )
         self._sentries.begin(self._company.told_as(self._record.place), self._company.hearing)
         self._crew.start(self._watch, self._company.places(), master, attempt)
         self._loop_until(lambda: self._watch.all_exited)
@@ -226,6 +229,12 @@ class Agent:
         if why and self._spec.start_method == "auto" and self._spec.program.kind != "command" and not self._said_exec:
             self._said_exec = True
             self._voice.say([f"each rank imports torch by itself, because {why}"])
+
+    def _pass_on(self, notice: str) -> None:
+        """What rank 0 has to say; not again in the next attempt."""
+        if notice not in self._passed_on:
+            self._passed_on.add(notice)
+            self._voice.say_one(notice)
 
     # ---- signals
 

@@ -20,6 +20,7 @@ from phalanx.launch.nursery import Exited
 from phalanx.launch.spec import LaunchSpec, Placement
 
 _TAIL_LINES = 5
+_LONGEST_NOTICE = 400
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
 
@@ -40,6 +41,8 @@ class Member:
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
         self.thread_death: ThreadDeath | None = None
+        self.notice: str | None = None
+        """What the person before the console is to know."""
         self.exited: Exited | None = None
         self.report_ended = False
         self.asked_at: float | None = None
@@ -73,6 +76,8 @@ class Member:
                 self.error = events.error_from_fields(json.loads(line)["error"])
             elif line.startswith(b'{"thread"'):
                 self.thread_death = ThreadDeath(**json.loads(line)["thread"])
+            elif line.startswith(b'{"notice"'):
+                self.notice = "".join(filter(str.isprintable, str(json.loads(line)["notice"])))[:_LONGEST_NOTICE]
         return self.error is not None and not had_error
 
     @property

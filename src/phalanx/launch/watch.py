@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from phalanx import events
+from phalanx import events, notices
 from phalanx.diagnose.findings import is_consequence
 from phalanx.launch.member import Member
 from phalanx.launch.nursery import Event, Exited, Nursery
@@ -28,7 +28,10 @@ _TO_SAY_WHERE = 0.5
 
 
 class Watch:
-    """Holds the members of an attempt. ``note`` is told of everything that happens, for the event file."""
+    """Holds the members of an attempt.
+
+    ``note`` is told of everything that happens, for the event file; ``say`` of what rank 0 has for the console.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class Watch:
         selector: selectors.BaseSelector,
         shutdown_timeout: float,
         note: Callable[..., None] = lambda *_, **__: None,
+        say: Callable[[str], None] = notices.give,
     ) -> None:
         self.members: dict[int, Member] = {}
         self.why_exec: str | None = None
@@ -48,7 +52,7 @@ class Watch:
         """Asked for, and not yet heard of."""
         self._last_signal: int | None = None
         self._timeout = shutdown_timeout
-        self._note = note
+        self._note, self._say = note, say
         self._suspicion: float | None = None
         """Until when to wait for the cause, after a rank that merely lost its connection."""
         selector.register(nursery, selectors.EVENT_READ, self._hear_nursery)
@@ -148,10 +152,18 @@ class Watch:
         self._send_starts()
 
     def _hear_report(self, member: Member) -> None:
-        if member.read_report():
+        if self._read_report(member):
             self._consider(member)
         if member.report_ended:
             self._selector.unregister(member.report_reader)
+
+    def _read_report(self, member: Member) -> bool:
+        """Whether it has just told its error."""
+        before = member.notice
+        has_failed = member.read_report()
+        if member.rank == 0 and member.notice is not None and member.notice != before:
+            self._say(member.notice)
+        return has_failed
 
     def _handle(self, event: Event) -> None:
         member = self.members[event.rank]
@@ -168,7 +180,7 @@ class Watch:
             self._tell(member, self._last_signal)
 
     def _has_exited(self, member: Member, exited: Exited) -> None:
-        member.read_report()
+        self._read_report(member)
         if member.report_reader in self._selector.get_map():
             self._selector.unregister(member.report_reader)
         member.has_exited(exited)

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from phalanx import status
+from phalanx import notices, status
 from phalanx.events import ErrorRecord, Frame
 from phalanx.launch import boot, hindsight, orphans, torch_hook
 from phalanx.launch.channel import anonymous_file
@@ -119,6 +119,7 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
     hindsight.tell_of_threads(lambda content: os.getpid() == pid and _tell(report, content))
+    notices.report_by(lambda text: os.getpid() == pid and _tell(report, {"notice": text}))
     _begin_page(spec)
     try:
         signal.pthread_sigmask(
