@@ -3,6 +3,9 @@
 Under ``phalanx run`` a script on CPUs that asks for gloo, or for nothing, gets shm, which is many times as fast
 between the processes of one machine, and between machines sends less. ``--backend as-written`` leaves the script's own
 choice. Over several nodes all ranks vote on it: on each node something else may be missing.
+
+torch calls such a group by the name that the script gave it, since programs branch on that name: whatever they ask
+torch, they are told what they would be told of gloo. `name_of` has the real one.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import functools
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx import ballot, env, notices, status
@@ -22,7 +25,6 @@ from phalanx.status import layout
 if TYPE_CHECKING:
     import torch
 
-_INSTEAD_OF = (None, "gloo", "cpu:gloo")
 _TIMEOUT = 1800.0
 """Seconds that torch waits for all ranks, unless it is told otherwise."""
 _KEEP = "(--backend as-written keeps gloo)"
@@ -37,7 +39,7 @@ def choose(asked: str | None, world_size: int | None = None, timeout: float = _T
         timeout: seconds for the ranks of other nodes to say what they can.
     """
     choice = env.backend_choice(os.environ)
-    if asked not in _INSTEAD_OF or choice is None:
+    if choice is None or not _is_gloo(asked):
         return asked
     size, here = (env.integer(os.environ, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     wants_shm = choice == "auto" and not _has_cards()
@@ -47,6 +49,13 @@ def choose(asked: str | None, world_size: int | None = None, timeout: float = _T
     if size is None or here is None or world_size not in (None, size) or not ballot.has_store():
         return asked
     return _choose_together(asked, wants_shm, timeout)
+
+
+def _is_gloo(asked: str | None) -> bool:
+    """Whether torch would take gloo for every device, by any of its spellings."""
+    if asked in (None, "undefined"):
+        return True
+    return {pair.rpartition(":")[2] for pair in asked.lower().split(",")} == {"gloo"}
 
 
 def _choose_here(asked: str | None, size: int) -> str | None:
@@ -78,12 +87,16 @@ def _objection(against: str | None, timeout: float) -> str | None:
 
 
 def settle(asked: str | None, device: torch.device, world_size: int, timeout: float) -> str:
-    """The backend that px.init takes for a device, or an error that says why ``asked`` cannot be had."""
+    """The backend that px.init asks torch for, or an error that says why ``asked`` cannot be had."""
     import torch.distributed as dist
 
-    asked = choose(asked, world_size, timeout)
+    if env.backend_choice(os.environ) is not None:
+        install()
     if asked is None:
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type != "cuda":
+            return "gloo"
+        choose(None, world_size, timeout)  # ranks without a GPU wait for the vote of this one
+        return "cpu:gloo,cuda:nccl"
     if asked == "shm":
         if device.type != "cpu":
             raise UsageError(f"backend 'shm' is for the CPU, but this rank is on {device}; leave the backend out.")
@@ -115,8 +128,21 @@ def _why_not_here() -> str | None:
     return shm.why_not_here()
 
 
+def name_of(group: Any) -> str:
+    """The backend that moves the data of a group, whatever torch calls it."""
+    import torch.distributed as dist
+
+    return "shm" if is_shm(group) else dist.get_backend(group)
+
+
+def is_shm(group: Any) -> bool:
+    """Whether a group is one of ours. Before `shm` is loaded none can be."""
+    shm = sys.modules.get("phalanx.shm")
+    return shm is not None and isinstance(group, shm.ShmGroup)
+
+
 def install() -> None:
-    """Makes torch.distributed know shm, and init_process_group choose as `choose` does."""
+    """Makes torch.distributed know shm, and choose as `choose` does wherever it makes a group."""
     global _installed
     import torch.distributed as dist
 
@@ -124,26 +150,60 @@ def install() -> None:
 
     if not _installed:
         _installed = True
-        dist.init_process_group = dist.distributed_c10d.init_process_group = _choosing(dist.init_process_group)
+        c10d = dist.distributed_c10d
+        dist.init_process_group = c10d.init_process_group = _noting(dist.init_process_group)
+        c10d._new_process_group_helper = _choosing(c10d._new_process_group_helper)
 
 
-def _choosing(plain: Callable[..., None]) -> Callable[..., None]:
+def _noting(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        # Options are made for one backend, and a world of the script's own making may not be on one machine.
-        given = inspect.signature(plain).bind_partial(backend, *args, **kwargs).arguments
-        own_way = given.get("pg_options") is not None or not _is_whole_run(given)
-        limit: timedelta | None = given.get("timeout")
-        seconds = _TIMEOUT if limit is None else limit.total_seconds()
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
         with status.phase(layout.JOINING), status.waiting(layout.INIT_PROCESS_GROUP):
-            plain(backend if own_way else choose(backend, timeout=seconds), *args, **kwargs)
+            plain(*args, **kwargs)
 
     return init_process_group
 
 
-def _is_whole_run(arguments: dict[str, Any]) -> bool:
-    given = arguments.get("world_size", -1)
-    return given in (-1, None) or given == env.integer(os.environ, "WORLD_SIZE")
+def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Every group comes from this function of torch: the world, those of new_group, the dimensions of a mesh."""
+    from torch.distributed import distributed_c10d as c10d
+
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        asked = call.arguments["backend"]
+        if not _becomes_shm(asked, call.arguments):
+            group, store = plain(*args, **kwargs)
+            if _is_gloo(asked) and isinstance(group, c10d.ProcessGroup):
+                # Left out by torch for "cpu:gloo" as soon as any other backend is registered, such as ours.
+                group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+            return group, store
+        before = len(c10d._world.pg_map)
+        call.arguments["backend"] = "shm"
+        group, store = plain(*call.args, **call.kwargs)
+        if len(c10d._world.pg_map) > before:  # not one that was there already, nor one without this rank
+            group.substitutes_gloo = True
+            c10d._world.pg_map[group] = asked, store
+            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
+        return group, store
+
+    return new_process_group_helper
+
+
+def _becomes_shm(asked: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a group is to be shm instead of ``asked``. ``arguments``: of torch's _new_process_group_helper."""
+    import torch.distributed as dist
+
+    if not _is_gloo(asked) or arguments.get("backend_options") is not None:  # options are made for one backend
+        return False
+    if arguments["global_ranks_in_group"]:
+        return getattr(dist.group.WORLD, "substitutes_gloo", False)  # as the world, so that all ranks agree
+    size, limit = arguments["group_size"], arguments.get("timeout")
+    if size != env.integer(os.environ, "WORLD_SIZE"):  # a world of the script's own making may not be on one machine
+        return False
+    return choose(asked, size, _TIMEOUT if limit is None else limit.total_seconds()) == "shm"
 
 
 def _has_cards() -> bool:

@@ -132,7 +132,7 @@ def init(
     dist.init_process_group(name, store=meeting.store, rank=situation.rank, world_size=situation.world_size, **options)
     if seed is not None:
         seeds.sow(seed)
-    s = situation
+    s, name = situation, backends.name_of(dist.group.WORLD)
     _current = World(
         s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
     )
@@ -172,7 +172,7 @@ def current() -> World:
         s = _settle(s, dist.get_rank(), dist.get_world_size())
         shared = dist.distributed_c10d._get_default_store()
         meeting = Meeting(shared, (), hosted_here=False)
-        backend = dist.get_backend()
+        backend = backends.name_of(dist.group.WORLD)
         return World(
             s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, device, backend, "", s.kind, meeting
         )

@@ -45,7 +45,10 @@ def differences(world):
     data = torch.randn(STEPS, world.size, EACH, WIDTH, dtype=torch.float64)
     alone = train(model(), data.flatten(1, 2))
     found = {}
-    for name, group in (("world", dist.group.WORLD), ("gloo", dist.new_group(backend="gloo"))):
+    # With options of gloo's own it is gloo.
+    gloo = dist.new_group(backend="gloo", pg_options=dist.ProcessGroupGloo._Options())
+    assert type(gloo) is dist.ProcessGroup
+    for name, group in (("world", dist.group.WORLD), ("gloo", gloo)):
         # Buckets of 0.1 MB: some are sent by the leaders at once, some over the rails.
         wrapped = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.1)
         found[name] = train(wrapped, data[:, world.rank])

@@ -15,7 +15,7 @@ def both_groups() -> Groups:
     found = {}
     for name, group in groups.items():
         # `phalanx run` gives a script shm where it asks for gloo; here that would compare shm with itself.
-        if not isinstance(group, dist.ProcessGroup) or dist.get_backend(group) != name:
+        if not isinstance(group, dist.ProcessGroup) or hasattr(group, "seconds_in_collectives") != (name == "shm"):
             raise RuntimeError(f"asked for {name}, and got {group}")
         found[name] = group
     return found

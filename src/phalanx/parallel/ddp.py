@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx import backends
 from phalanx.diagnose.reduction import missing_gradients
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import unwrapped
@@ -86,7 +86,7 @@ def _powersgd(model: Parallel) -> None:
         future.wait()
         return future
 
-    keeps_order = model.device_type != "cpu" or dist.get_backend(model.process_group) == "shm"
+    keeps_order = model.device_type != "cpu" or backends.is_shm(model.process_group)
     model.register_comm_hook(state, hook if keeps_order else in_order)
 
 

@@ -45,6 +45,9 @@ _FINISHED = Finished()
 class ShmGroup(dist.ProcessGroup):
     """Ranks that share memory on each node, and gloo between nodes if they are on several."""
 
+    substitutes_gloo = False
+    """The script has asked for gloo, or for nothing; it is answered as gloo would."""
+
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
@@ -254,7 +257,11 @@ class ShmGroup(dist.ProcessGroup):
     # ---- life
 
     def getBackendName(self) -> str:
-        return "shm"
+        return "gloo" if self.substitutes_gloo else "shm"
+
+    def __repr__(self) -> str:
+        kind = dist.ProcessGroup if self.substitutes_gloo else type(self)
+        return f"<{kind.__module__}.{kind.__qualname__} object at {id(self):#x}>"
 
     @property
     def seconds_in_collectives(self) -> float:

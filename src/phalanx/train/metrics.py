@@ -153,7 +153,7 @@ def _from_all_ranks(numbers: list[Number]) -> Tensor:
         return own.unsqueeze(0)
     import torch.distributed as dist
 
-    sent: Any = own.to(world.device) if dist.get_backend() == "nccl" else own
+    sent: Any = own.to(world.device) if world.backend == "nccl" else own
     rows = [torch.empty_like(sent) for _ in range(world.size)]
     dist.all_gather(rows, sent)
     return torch.stack(rows).cpu()
