@@ -62,7 +62,7 @@ def test_environment_has_torchruns_variables() -> None:
 
 
 def test_worker_spec_survives_json() -> None:
-    spec = WorkerSpec(1, 1, Program("script", "a.py", ("--x", "1"), "--local_rank"), {"A": "b"})
+    spec = WorkerSpec(1, 1, Program("script", "a.py", ("--x", "1"), "--local_rank"), {"A": "b"}, cpus=(0, 3))
     again = WorkerSpec.from_fields(json.loads(json.dumps(dataclasses.asdict(spec))))
     assert again == spec
     assert again.argv() == ["a.py", "--local_rank=1", "--x", "1"]
@@ -159,7 +159,8 @@ def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
         (["--stall-after", "nan", "x.py"], ["--stall-after", "nan"]),
         (["--on-stall", "panic", "x.py"], ["--on-stall", "panic", "kill"]),
         (["--no-python", "-m", "x.py"], ["--no-python", "--module"]),
-        (["--numa_binding=node", "x.py"], ["--numa-binding", "numactl"]),
+        (["--numa_binding=core", "x.py"], ["--numa-binding", "'core'", "core-complex"]),
+        (["--logs-specs", "mine", "x.py"], ["--logs-specs is not supported", "run directory"]),
         (["--wrong", "x.py"], ["--wrong. `", "--help"]),
         (["-np", "2", "x.py"], ["-np", "Is --nproc-per-node meant?"]),
         (["--nproc", "2", "x.py"], ["--nproc", "Is --nproc-per-node meant?"]),

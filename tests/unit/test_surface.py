@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import phalanx
 from phalanx import cli, env, errors, testing
 from phalanx.diagnose import doctor, inspect, report_command
@@ -23,9 +25,10 @@ compute_metrics data_parallel init log main_only print rank_zero_first shard spa
 """.split()
 
 FLAGS = """
---backend --devices --dry-run --export --hostfile --hosts --interface --local-addr --local-ranks-filter --log-dir
+--backend --devices --dry-run --duplicate-stderr-filters --duplicate-stdout-filters
+--export --hostfile --hosts --interface --local-addr --local-ranks-filter --log-dir
 --master-addr --master-port --max-restarts
---module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --on-stall --preload
+--module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --numa-binding --on-stall --preload
 --rdzv-backend --rdzv-conf
 --rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --role --run-path --shutdown-timeout
 --signals-to-handle --ssh --stall-after --standalone
@@ -110,6 +113,20 @@ def test_flags() -> None:
         "--local-rank-spelling",
         "--use-env",
     ]
+
+
+def test_every_flag_of_the_installed_torchrun_is_known() -> None:
+    """A flag that a new torch brings is built here, or refused in a sentence of its own."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    parser = flags.new_parser(flags.TABLE, {}, "phalanx run")
+    ours = {name.replace("_", "-") for name in parser._option_string_actions}
+    assert {name.replace("_", "-") for name in theirs} - ours == set(flags.NOT_SUPPORTED)
+    for name, instead in flags.NOT_SUPPORTED.items():
+        for spelling in (name, name.replace("_", "-")):
+            with pytest.raises(errors.UsageError, match=f"^torchrun's {name} is not supported; {instead}.$"):
+                parser.parse_args([spelling, "x", "train.py"])
 
 
 def test_flags_of_doctor() -> None:

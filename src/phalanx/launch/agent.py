@@ -108,7 +108,10 @@ class Agent:
             threads = ""
             if self._environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
                 count = self._environ["OMP_NUM_THREADS"]
-                threads = f", OMP_NUM_THREADS={count} for each (cores {usable_cores()}, divided by ranks)"
+                how = f"cores {usable_cores()}, divided by ranks"
+                if spec.cpus is not None:
+                    how += f", at most those of --numa-binding {spec.numa_binding}"
+                threads = f", OMP_NUM_THREADS={count} for each ({how})"
             self._voice.say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"], "announce")
         self._record.keep_order(spec)
 

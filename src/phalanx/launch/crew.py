@@ -38,7 +38,8 @@ class Crew:
                 path.unlink(missing_ok=True)
             member = new_member(spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain)
             environment = worker_environment(self.environ, spec, place, master, attempt, run, self.interface)
-            worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method)
+            cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None
+            worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method, cpus)
             self._start(watch, member, worker)
 
     def _start(self, watch: Watch, member: Member, worker: WorkerSpec) -> None:

@@ -6,7 +6,7 @@ Importing torch to count cards would cost the launcher a second and could initia
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import UsageError
@@ -26,11 +26,17 @@ def usable_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
     return max(1, min(cores, int(quota) // int(period)))
 
 
-def thread_setting(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank."""
-    if processes == 1 or "OMP_NUM_THREADS" in environ:
+def thread_setting(
+    processes: int, environ: Mapping[str, str], bindings: Sequence[Sequence[int]] | None = None
+) -> dict[str, str]:
+    """OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank.
+
+    ``bindings``: the CPUs of each rank; none gets more threads than CPUs.
+    """
+    if "OMP_NUM_THREADS" in environ or (processes == 1 and bindings is None):
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // processes))}
+    bound = min((len(cpus) for cpus in bindings or ()), default=usable_cores())
+    return {"OMP_NUM_THREADS": str(max(1, min(usable_cores() // processes, bound)))}
 
 
 def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
@@ -38,8 +44,12 @@ def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
-    numbers = sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
-    return tuple(str(index) for index in range(len(numbers)))
+    return tuple(str(index) for index in range(len(gpu_numbers(dev))))
+
+
+def gpu_numbers(dev: Path) -> list[int]:
+    """The numbers of the NVIDIA devices below ``dev``, as the driver gives them."""
+    return sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
 
 
 def choose_cards(asked: str, environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from phalanx import arguments
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
+from phalanx.launch import numa
 from phalanx.ports import LOOPBACK
 
 
@@ -44,6 +45,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--nnodes", "machines (default 1)", "N|MIN:MAX"),
         Flag("--node-rank", "number of this machine (default 0)", "K", 0, int),
         Flag("--devices", "the cards to use, counted within what is visible", "0,3"),
+        Flag(
+            "--numa-binding",
+            "bind each process to CPUs near its GPU, or spread them over the NUMA nodes: " + ", ".join(numa.MODES),
+            "HOW",
+            choices=numa.MODES,
+        ),
         Flag("--virtual-local-rank", "every process sees its card as number 0, and LOCAL_RANK=0"),
         Flag("--role", "ROLE_NAME for the workers", "NAME", "default"),
     ),
@@ -100,6 +107,8 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--redirects", f"{_EVERY} into files only, for all or some local ranks", "3|0:1,1:2", "0", short="-r"),
         Flag("--tee", "the same, into files and onto the console", "3|0:1,1:2", "0", short="-t"),
         Flag("--local-ranks-filter", "local ranks that are shown on the console", "0,1", ""),
+        Flag("--duplicate-stdout-filters", "lines with one of these texts also go to filtered_stdout.log", "A,B", ""),
+        Flag("--duplicate-stderr-filters", "the same of standard error, to filtered_stderr.log", "A,B", ""),
     ),
 }
 
@@ -117,11 +126,8 @@ LAUNCH_TABLE: dict[str, tuple[Flag, ...]] = {
 }
 
 NOT_SUPPORTED = {
-    "--numa-binding": "bind with numactl and --no-python instead",
     "--logs-specs": "the run directory has a log for each rank",
     "--event-log-handler": "read agent.events.jsonl in the run directory",
-    "--duplicate-stdout-filters": "filter rank-N.log in the run directory",
-    "--duplicate-stderr-filters": "filter rank-N.log in the run directory",
 }
 
 _EXAMPLES = """\

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,13 +102,35 @@ class LogFile:
             while view:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
-            self.close()
+            LogFile.close(self)  # what a subclass still holds would fail again
             self._complain(f"cannot write {self._path}: {error.strerror}. The log ends here, the run goes on.")
 
     def close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+class FilteredLog(LogFile):
+    """The lines of one stream that have one of ``texts``, with a prefix; the ranks of a node share the file."""
+
+    def __init__(self, path: Path, complain: Callable[[str], None], texts: Sequence[str], prefix: bytes) -> None:
+        super().__init__(path, complain)
+        self._texts = [text.encode(errors="surrogateescape") for text in texts]
+        self._prefix = prefix
+        self._cutter = LineCutter(b"")
+
+    def write(self, data: bytes) -> None:
+        self._keep(self._cutter.feed(data))
+
+    def close(self) -> None:
+        self._keep(self._cutter.finish())
+        super().close()
+
+    def _keep(self, lines: bytes) -> None:
+        found = [line for line in lines.splitlines(keepends=True) if any(text in line for text in self._texts)]
+        if found:
+            super().write(b"".join(self._prefix + line for line in found))
 
 
 class Tail:

@@ -15,7 +15,7 @@ from phalanx.diagnose import crashes
 from phalanx.diagnose.rank_record import ThreadDeath
 from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.launch.console import Console
-from phalanx.launch.logs import LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
 from phalanx.launch.nursery import Exited
 from phalanx.launch.spec import LaunchSpec, Placement
 
@@ -164,6 +164,11 @@ def new_member(
             files.append(LogFile(directory / _STREAMS[stream], complain))
             logs.append(files[-1])
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
+        if shown and (texts := spec.duplicate_filters.get(stream)):
+            path = run_directory / f"attempt_{attempt}" / f"filtered_{_STREAMS[stream]}"
+            plain = rank_prefix(place.rank, place.world_size, coloured=False)
+            files.append(FilteredLog(path, complain, texts, plain))
+            logs.append(files[-1])
         prefix = None
         if place.world_size > 1:
             prefix = rank_prefix(place.rank, place.world_size, console.colours, spec.node_name)

@@ -69,11 +69,16 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         on_stall=arguments.on_stall,
         devices=visible if virtual and visible else cards,
         virtual_local_rank=virtual,
+        numa_binding=arguments.numa_binding,
         signals=_signals(arguments.signals_to_handle),
         log_dir=arguments.log_dir,
         redirects=_streams("--redirects", arguments.redirects, nproc),
         tee=_streams("--tee", arguments.tee, nproc),
         local_ranks_filter=_filter(arguments.local_ranks_filter),
+        duplicate_filters={
+            1: _texts(arguments.duplicate_stdout_filters),
+            2: _texts(arguments.duplicate_stderr_filters),
+        },
         fleet=fleet,
     )
 
@@ -226,3 +231,8 @@ def _filter(text: str) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(",")) if text else None
     except ValueError:
         raise UsageError(f"--local-ranks-filter {text!r} is not a list of numbers; give them like 0,1.") from None
+
+
+def _texts(text: str) -> tuple[str, ...]:
+    """``a,b``; a comma within one is written twice, as for torchrun."""
+    return tuple(part.replace("\0", ",") for part in text.replace(",,", "\0").split(",") if part)

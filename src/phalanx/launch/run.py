@@ -7,6 +7,8 @@ the agent import the rest of itself.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import resource
 import socket
 import sys
@@ -15,8 +17,8 @@ from pathlib import Path
 
 from phalanx import events, ports
 from phalanx.errors import PortBusy, UsageError
-from phalanx.launch import network, program
-from phalanx.launch.devices import thread_setting
+from phalanx.launch import network, numa, program
+from phalanx.launch.devices import thread_setting, visible_cards
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spec import LaunchSpec
@@ -27,6 +29,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     if sys.platform != "linux":
         raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
     program.check(spec)
+    spec = _bind(spec, environ)
     _raise_file_limit(spec)
     route = find_route(spec)
     with contextlib.ExitStack() as stack:
@@ -34,7 +37,11 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         if listener is not None:
             stack.enter_context(contextlib.closing(listener))
         directory = events.new_run_directory(Path(spec.log_dir), events.new_run_id())
-        environment = {**environ, **thread_setting(spec.nproc_per_node, environ), "PHALANX_RUN_DIR": str(directory)}
+        environment = {
+            **environ,
+            **thread_setting(spec.nproc_per_node, environ, spec.cpus),
+            "PHALANX_RUN_DIR": str(directory),
+        }
         nursery = Nursery(
             environment,
             start_method="exec" if spec.program.kind == "command" else spec.start_method,
@@ -48,6 +55,15 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         from phalanx.launch.agent import Agent
 
         return Agent(spec, environment, nursery, directory, route).run()
+
+
+def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
+    """With the CPUs of each rank, if they are to be bound."""
+    if spec.numa_binding is None:
+        return spec
+    gpus = spec.devices if spec.devices is not None else visible_cards(environ)
+    cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
+    return dataclasses.replace(spec, cpus=cpus)
 
 
 def _listener(spec: LaunchSpec, route: Route | None) -> socket.socket | None:

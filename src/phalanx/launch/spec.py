@@ -92,6 +92,10 @@ class LaunchSpec:
     devices: tuple[str, ...] | None = None
     """What CUDA_VISIBLE_DEVICES will say; None leaves it as it is."""
     virtual_local_rank: bool = False
+    numa_binding: str | None = None
+    """One of `numa.MODES`."""
+    cpus: tuple[tuple[int, ...], ...] | None = None
+    """The CPUs of each local rank, by ``numa_binding``; None: those of the launcher."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     log_dir: str = "runs"
     redirects: Mapping[int, int] = field(default_factory=dict)
@@ -99,6 +103,8 @@ class LaunchSpec:
     tee: Mapping[int, int] = field(default_factory=dict)
     """The same, into files and onto the console."""
     local_ranks_filter: tuple[int, ...] | None = None
+    duplicate_filters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """1 (stdout), 2 (stderr) to the texts; a line with one of them also goes to a file for all local ranks."""
     fleet: Fleet | None = None
     """The hosts that this command starts; None when it starts this node alone."""
     node_name: str | None = None
@@ -157,6 +163,8 @@ class WorkerSpec:
     environment: Mapping[str, str]
     """The whole environment, not an addition to one."""
     start_method: str = "auto"
+    cpus: tuple[int, ...] | None = None
+    """The CPUs that it may use; None: those of the zygote."""
 
     def argv(self) -> list[str]:
         """sys.argv as the script will see it (for a module, Python fills in the file's path)."""
@@ -170,7 +178,8 @@ class WorkerSpec:
         """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
         program = Program(**fields.pop("program"))
         program = dataclasses.replace(program, args=tuple(program.args))
-        return WorkerSpec(program=program, **fields)
+        cpus = fields.pop("cpus")
+        return WorkerSpec(program=program, cpus=None if cpus is None else tuple(cpus), **fields)
 
 
 def worker_environment(

@@ -59,9 +59,11 @@ class Birth:
 
 def become(birth: Birth) -> None:
     """The child's side of the fork: a session of its own, its files and environment, then the script."""
+    spec = birth.spec
+    if spec.cpus is not None:  # first of all: memory lies where it is first written
+        os.sched_setaffinity(0, spec.cpus)
     os.setsid()
     orphans.die_with_parent(birth.parent)
-    spec = birth.spec
     for target, fd in enumerate(birth.fds[:3]):
         os.dup2(fd, target)  # makes the target inheritable
         os.close(fd)
