@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -30,6 +31,7 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry of the ``phalanx`` command; exits with the run's code."""
+    _open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments[0] if arguments else "--help"
     commands: dict[str, Callable[[list[str]], int]] = {
@@ -51,16 +53,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def launch_main() -> None:
     """Entry of ``python -m phalanx.launch``."""
+    _open_standard_streams()
     sys.exit(_say_errors(lambda: _launch(sys.argv[1:])))
 
 
 def _open_standard_streams() -> None:
-    """One that was closed would give its number to the next file that is opened."""
-    for fd in (0, 1, 2):
+    """One that was closed would give its number to the next file that is opened; Python has None in its place."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115 (as Python's own)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a console that has no such character shows another one
             stream.reconfigure(errors="replace")
@@ -68,7 +73,6 @@ def _open_standard_streams() -> None:
 
 def _say_errors(command: Callable[[], int]) -> int:
     """A user's mistake is a sentence, not a traceback."""
-    _open_standard_streams()
     try:
         code = command()
         sys.stdout.flush()
@@ -76,9 +80,14 @@ def _say_errors(command: Callable[[], int]) -> int:
     except PhalanxError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # nobody reads on; what is still in the buffer must not be tried again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer must not be tried again at exit
+        if error.errno == errno.EPIPE:  # nobody reads on
+            return 128 + signal.SIGPIPE
+        print(f"phalanx: standard output cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

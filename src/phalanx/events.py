@@ -185,8 +185,9 @@ def find_run(text: str | None, environ: Mapping[str, str] = os.environ) -> Path:
     """The run directory that a person means: a path, a name below the directory of runs, or None for the latest."""
     try:
         return _find_run(text, Path(environ.get(f"{PET_PREFIX}LOG_DIR") or "runs"))
-    except PermissionError as error:
-        raise UsageError(f"{error.filename} cannot be read: {error.strerror}; it belongs to another user.") from None
+    except OSError as error:
+        whose = "; it belongs to another user" if isinstance(error, PermissionError) else ""
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}{whose}.") from None
 
 
 def _find_run(text: str | None, base: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,57 @@ def test_a_mistake_is_one_line(line: str, capsys: pytest.CaptureFixture[str]) ->
     assert MISTAKES[line] in err
     command = " ".join(word for word in line.split()[:2] if word.isalpha() and word != "soon")
     assert err.endswith(f"`phalanx {command} --help` lists the flags.\n")
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"run {LONG}",
+        f"run --run-path /{LONG}",
+        f"run --hostfile {LONG} x.py",
+        f"run --nnodes 2 --master-port 1 --master-addr {LONG} x.py",
+        f"report {LONG}",
+        f"inspect {LONG}",
+        f"checkpoint ls {LONG}",
+        f"checkpoint verify {LONG}/step-1",
+    ],
+    ids=lambda line: line.replace(LONG, "LONG"),
+)
+def test_a_name_that_is_too_long(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    err = capsys.readouterr().err
+    assert (ended.value.code, err.count("\n")) == (2, 1)
+    assert "File name too long" in err or "no name of a host is like that" in err
+
+
+CLOSED = {
+    "phalanx run --start-method exec x.py >&-": (0, ""),
+    "phalanx run --start-method exec x.py <&- >&- 2>&-": (0, ""),
+    "phalanx --version >&-": (0, ""),
+    "phalanx wrong >&- 2>&-": (2, ""),
+    "phalanx run --dry-run --nproc-per-node 2 x.py >&-": (0, ""),
+    "phalanx --help >/dev/full": (1, "phalanx: standard output cannot be written: No space left on device.\n"),
+}
+
+
+@pytest.mark.parametrize("line", CLOSED)
+def test_streams_that_are_closed(line: str, tmp_path: Path) -> None:
+    """As cron and daemons start programs."""
+    (tmp_path / "x.py").write_text("import sys\nprint('hello')\nassert sys.stdout.fileno() == 1\n")
+    command = line.replace("phalanx", f"{sys.executable} -m phalanx", 1)
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    code, err = CLOSED[line]
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", err)
+    if "exec" in line:
+        assert (tmp_path / "runs/latest/rank-0.log").read_text() == "hello\n"
 
 
 def test_a_console_without_our_characters_shows_others() -> None:

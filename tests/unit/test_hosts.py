@@ -47,7 +47,10 @@ def test_hosts_of_every_kind() -> None:
     ("text", "sentence"),
     [
         ("a,,b", "--hosts has '', which is no host"),
-        ("a:0", "--hosts has 'a:0', but the number of processes is a whole number from 1 on"),
+        ("", "--hosts has '', which is no host"),
+        ("a:0", "--hosts has 'a:0', but the number of processes is a whole number from 1 to 10000"),
+        ("a:999999999", "but the number of processes is a whole number from 1 to 10000"),
+        ("a:" + "9" * 5000, "but the number of processes is a whole number from 1 to 10000"),
         ("a:x", "--hosts has 'a:x', but the number"),
         ("a:", "--hosts has 'a:', but the number"),
         ("a:²", "but the number"),
@@ -73,6 +76,7 @@ def test_a_hostfile(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         ("a\nb slots=0\n", "line 2 of .*hosts has 'slots=0', but the number of processes"),
+        ("a slots=99999999999999999999\n", "has 'slots=9+', but the number of processes is .* 1 to 10000"),
         ("a\n\n# x\nb gpus=8\n", "line 4 of .*hosts has 'gpus=8', which is unknown there; write `b slots=8`"),
         ("a:2 slots=3\n", "line 1 of .*hosts has 'slots=3', which is unknown there"),
         ("a\nb\na slots=2\n", "line 3 of .*hosts names a twice"),
@@ -97,6 +101,8 @@ def test_a_hostfile_that_is_wrong(content: str | None, sentence: str, tmp_path: 
         (["--nnodes", "3"], r"--nnodes 3, but 2 host\(s\) are given; leave out --nnodes"),
         (["--node-rank", "1"], "--node-rank is for one command on each machine"),
         (["--standalone"], "--standalone is for one command"),
+        (["--master-addr", "127.0.0.1"], "--master-addr 127.0.0.1 means another machine on each of the 2 hosts; leave"),
+        (["--master-addr", "localhost"], "--master-addr localhost means another machine on each"),
         (["--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"], "--rdzv-endpoint is for one command"),
         (["--ssh", "ssh 'x"], r"--ssh \"ssh 'x\" cannot be read"),
         (["--ssh", ""], "--ssh is empty"),

@@ -150,11 +150,29 @@ def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
         (["--rdzv-conf", "join_timeout=soon", "x.py"], ["--rdzv-conf", "join_timeout=soon"]),
         (["--devices", "a", "x.py"], ["--devices", "'a'"]),
         (["--devices", "1,1", "x.py"], ["--devices 1,1"]),
+        (["--devices", "9", "x.py"], ["--devices 9", "no GPU is visible here"]),
+        (["--devices", "", "x.py"], ["--devices ''", "0,3"]),
+        (["--devices", "-1", "x.py"], ["--devices", "negative"]),
+        (["--nproc-per-node", "99999999999999999999", "x.py"], ["99999999999999999999", "1 to 10000"]),
+        (["--nproc-per-node", "10001", "--tee", "3", "x.py"], ["10001", "1 to 10000"]),
+        (["--nnodes", "99999999999999999999", "x.py"], ["--nnodes", "100000 nodes at most"]),
+        (["--rdzv-endpoint", f"a:{'9' * 90}", "x.py"], ["--rdzv-endpoint", "HOST:PORT"]),
         (["--redirects", "7", "x.py"], ["--redirects", "7"]),
+        (["--redirects", "2:1", "--nproc-per-node", "2", "x.py"], ["--redirects 2:1", "local rank 2", "0 to 1"]),
+        (["--tee=-1:3", "x.py"], ["--tee -1:3", "local rank -1"]),
+        (["--local-ranks-filter", "0,99", "x.py"], ["--local-ranks-filter 0,99", "local rank 99", "0 to 0"]),
+        (["--log-dir", "", "x.py"], ["--log-dir is empty"]),
         (["--local-ranks-filter", "x", "x.py"], ["--local-ranks-filter", "'x'"]),
         (["--signals-to-handle", "SIGFOO", "x.py"], ["SIGFOO"]),
         (["--signals-to-handle", "SIGKILL", "x.py"], ["SIGKILL"]),
         (["--shutdown-timeout", "-1", "x.py"], ["--shutdown-timeout", "-1"]),
+        (["--shutdown-timeout", "nan", "x.py"], ["--shutdown-timeout", "nan"]),
+        (["--shutdown-timeout", "inf", "x.py"], ["--shutdown-timeout", "inf"]),
+        (["--rdzv-timeout", "-1", "x.py"], ["--rdzv-timeout", "-1", "more than 0"]),
+        (["--rdzv-timeout", "nan", "x.py"], ["--rdzv-timeout", "nan"]),
+        (["--rdzv-conf", "join_timeout=0", "x.py"], ["--rdzv-timeout", "0; give"]),
+        (["--rdzv-conf", "last_call_timeout=-3", "x.py"], ["last_call_timeout", "-3"]),
+        (["--stall-after", "1e300", "x.py"], ["--stall-after", "1e+300"]),
         (["--stall-after", "-1", "x.py"], ["--stall-after", "-1"]),
         (["--stall-after", "nan", "x.py"], ["--stall-after", "nan"]),
         (["--on-stall", "panic", "x.py"], ["--on-stall", "panic", "kill"]),
@@ -177,9 +195,35 @@ def test_a_wrong_value_is_named(argv: list[str], names: list[str]) -> None:
     assert "\n" not in text
 
 
+def test_variables_that_give_a_wrong_default() -> None:
+    for name, value in (("STANDALONE", "maybe"), ("ON_STALL", "panic"), ("NUMA_BINDING", "core"), ("BACKEND", "x")):
+        with pytest.raises(UsageError, match=f"PET_{name}='{value}' is .*; set it to"):
+            parse("x.py", **{f"PET_{name}": value})
+    empty = {f"PET_{name}": "" for name in ("STANDALONE", "ON_STALL", "NPROC_PER_NODE", "HOSTS", "LOG_DIR")}
+    assert parse("x.py", **empty) == parse("x.py", PET_STANDALONE="0") == parse("x.py")
+
+
+def test_a_node_of_several_may_show_ranks_that_only_others_have() -> None:
+    several = ("--nnodes", "2", "--master-addr", "a", "--local-ranks-filter", "5", "--tee", "7:3", "x.py")
+    spec = parse(*several)
+    assert (spec.local_ranks_filter, spec.tee) == ((5,), {7: 3})
+    assert parse(*several[:-1], "--tee", "3", "--nproc-per-node", "2", "x.py").tee == {0: 3, 1: 3}
+
+
+def test_a_table_that_nobody_reads_is_not_made() -> None:
+    with pytest.raises(UsageError, match="a row for each of 1000000 ranks; give 10000 at most"):
+        dryrun.show(parse("--nnodes", "1000", "--nproc-per-node", "1000", "x.py"), {})
+
+
 def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
     assert devices.choose_cards("0,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ("4", "7")
-    assert devices.choose_cards("0,3", {}, tmp_path) == ("0", "3")
+    assert devices.choose_cards("0,3", {}, tmp_path, must_exist=False) == ("0", "3"), "of another machine"
+    with pytest.raises(UsageError, match="no GPU is visible"):
+        devices.choose_cards("0", {}, tmp_path)
+    (tmp_path / "kfd").touch()
+    assert devices.choose_cards("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
+    with pytest.raises(UsageError, match="no GPU is visible"):
+        devices.choose_cards("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     with pytest.raises(UsageError, match="card 2, but 2 card"):
         devices.choose_cards("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
 

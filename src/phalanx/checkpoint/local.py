@@ -35,6 +35,8 @@ class Local(Place):
             return []
         except NotADirectoryError:
             raise UsageError(f"{self.path} is a file, not a directory of checkpoints; give another path.") from None
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be read: {error.strerror}; give another path.") from None
 
     def sizes(self, directory: str) -> dict[str, int]:
         return {entry.name: entry.stat().st_size for entry in os.scandir(self._root / directory)}

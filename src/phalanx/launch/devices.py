@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.errors import UsageError
+from phalanx.launch.spec import check_processes
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
@@ -52,8 +53,13 @@ def gpu_numbers(dev: Path) -> list[int]:
     return sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
 
 
-def choose_cards(asked: str, environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """``--devices 0,3``: numbers within what is visible, so that it composes with a scheduler's choice."""
+def choose_cards(
+    asked: str, environ: Mapping[str, str], dev: Path = Path("/dev"), *, must_exist: bool = True
+) -> tuple[str, ...]:
+    """``--devices 0,3``: numbers within what is visible, so that it composes with a scheduler's choice.
+
+    ``must_exist``: they are GPUs of this machine.
+    """
     try:
         indices = [int(part) for part in asked.split(",")]
     except ValueError:
@@ -61,10 +67,12 @@ def choose_cards(asked: str, environ: Mapping[str, str], dev: Path = Path("/dev"
     if len(set(indices)) != len(indices):
         raise UsageError(f"--devices {asked} names a card twice; give each once.")
     visible = visible_cards(environ, dev)
-    if not visible:
-        if min(indices) < 0:
-            raise UsageError(f"--devices {asked} has a negative number; cards count from 0.")
+    if min(indices) < 0:
+        raise UsageError(f"--devices {asked} has a negative number; GPUs count from 0.")
+    if not visible and not (must_exist and _has_no_gpu(environ, dev)):
         return tuple(str(index) for index in indices)
+    if not visible:
+        raise UsageError(f"--devices {asked}, but no GPU is visible here; leave it out to run on CPUs.")
     for index in indices:
         if not 0 <= index < len(visible):
             raise UsageError(
@@ -72,6 +80,12 @@ def choose_cards(asked: str, environ: Mapping[str, str], dev: Path = Path("/dev"
                 f"({','.join(visible)}); count from 0 to {len(visible) - 1}."
             )
     return tuple(visible[index] for index in indices)
+
+
+def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
+    """Those of AMD, of WSL2 and of a Jetson cannot be counted by their files."""
+    others = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
+    return environ.get("CUDA_VISIBLE_DEVICES") is not None or not any((dev / name).exists() for name in others)
 
 
 def process_count(asked: str, cards: tuple[str, ...]) -> int:
@@ -85,6 +99,7 @@ def process_count(asked: str, cards: tuple[str, ...]) -> int:
     if asked == "auto":
         return len(cards) or usable_cores()
     try:
-        return int(asked)
+        count = int(asked)
     except ValueError:
         raise UsageError(f"--nproc-per-node {asked!r} is unknown; give a number, auto, cpu or gpu.") from None
+    return check_processes(count, "--nproc-per-node")

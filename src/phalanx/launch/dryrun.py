@@ -11,7 +11,7 @@ from phalanx.env import MAIN_VARIABLES
 from phalanx.errors import UsageError
 from phalanx.launch import devices, network
 from phalanx.launch.network import Route
-from phalanx.launch.spec import LaunchSpec, Placement, placements, worker_environment
+from phalanx.launch.spec import MOST_PROCESSES, LaunchSpec, Placement, placements, worker_environment
 from phalanx.ports import LOOPBACK
 
 
@@ -24,6 +24,8 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     route = _route(spec)
     hosts = spec.fleet.hosts if spec.fleet is not None else ()
     sizes = [host.slots or spec.nproc_per_node for host in hosts] or [spec.nproc_per_node] * spec.nnodes[1]
+    if sum(sizes) > MOST_PROCESSES:
+        raise UsageError(f"--dry-run prints a row for each of {sum(sizes)} ranks; give {MOST_PROCESSES} at most.")
     everyone = placements(sizes)
     cards = spec.devices if spec.devices is not None else devices.visible_cards(environ)
     interface = route.interface if isinstance(route, Route) else None

@@ -15,7 +15,6 @@ from phalanx import arguments
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
 from phalanx.launch import numa
-from phalanx.ports import LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--dry-run", "print the table of processes and start nothing"),
     ),
     "where they meet": (
-        Flag("--master-addr", "host of rank 0, for several machines", "HOST", LOOPBACK),
+        Flag("--master-addr", "host of rank 0, for several machines", "HOST"),
         Flag("--master-port", "port of the store (default: a free one)", "PORT", None, int),
         Flag("--standalone", "one machine and a free port, which is the default"),
         Flag("--rdzv-backend", "static: machines have numbers; c10d: they meet at an endpoint", "KIND", "static"),
@@ -165,17 +164,31 @@ def new_parser(tables: Mapping[str, tuple[Flag, ...]], environ: Mapping[str, str
     for title, flags in tables.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            _add(parser, group, flag, environ.get(flag.variable))
+            _add(parser, group, flag, _from_environment(flag, environ))
     parser.add_argument("training_script", metavar="script", help="the script, module or program")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, metavar="arguments", help="its arguments")
     return parser
 
 
-def _add(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, from_environment: str | None) -> None:
+def _from_environment(flag: Flag, environ: Mapping[str, str]) -> str | bool | None:
+    """The default that its variable gives; argparse would not look whether it is one of the choices."""
+    text = environ.get(flag.variable) or None
+    if text is None:
+        return None
+    if flag.metavar is None:
+        if not text.isdecimal():
+            raise UsageError(f"{flag.variable}={text!r} is neither on nor off; set it to 1 or 0.")
+        return bool(int(text))
+    if flag.choices is not None and text not in flag.choices:
+        raise UsageError(f"{flag.variable}={text!r} is unknown; set it to one of {', '.join(flag.choices)}.")
+    return text
+
+
+def _add(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, from_environment: str | bool | None) -> None:
     names = [flag.short, flag.name] if flag.short else [flag.name]
     settings: dict[str, Any]
     if flag.metavar is None:
-        settings = {"action": "store_true", "default": from_environment == "1"}
+        settings = {"action": "store_true", "default": bool(from_environment)}
     else:
         default = flag.default if from_environment is None else from_environment
         settings = {"metavar": flag.metavar, "default": default, "type": flag.type, "choices": flag.choices}

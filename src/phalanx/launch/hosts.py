@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.cluster import slurm
 from phalanx.errors import UsageError
 from phalanx.launch import network
-from phalanx.launch.spec import Fleet, Host
+from phalanx.launch.spec import MOST_PROCESSES, Fleet, Host
 
 _HOST = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<name>[^\s:@\[\]]+))(?::(?P<slots>.*))?"
@@ -23,11 +23,11 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 def find_fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
     """The machines that this command is to start; None when it is to start this one alone."""
-    if arguments.hosts and arguments.hostfile:
+    if arguments.hosts is not None and arguments.hostfile is not None:
         raise UsageError("--hosts and --hostfile contradict each other; give one of them.")
-    if arguments.hosts:
+    if arguments.hosts is not None:
         hosts, way = parse_hosts(arguments.hosts), "ssh"
-    elif arguments.hostfile:
+    elif arguments.hostfile is not None:
         hosts, way = read_hostfile(arguments.hostfile), "ssh"
     else:
         hosts, way = _allocated(arguments, environ), "srun"
@@ -86,9 +86,13 @@ def _entries(path: str, lines: Iterable[str]) -> Iterable[tuple[Host, str]]:
 def _slots(text: str | None, where: str) -> int | None:
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit()) or int(text) == 0:
-        raise UsageError(f"{where}, but the number of processes is a whole number from 1 on.")
-    return int(text)
+    try:
+        slots = int(text) if text.isascii() and text.isdigit() else 0
+    except ValueError:  # more digits than Python reads
+        slots = 0
+    if not 1 <= slots <= MOST_PROCESSES:
+        raise UsageError(f"{where}, but the number of processes is a whole number from 1 to {MOST_PROCESSES}.")
+    return slots
 
 
 def _unique(found: Iterable[tuple[Host, str]]) -> tuple[Host, ...]:
@@ -112,6 +116,12 @@ def _check_flags(arguments: argparse.Namespace, count: int) -> None:
     ):
         if given:
             raise UsageError(f"{flag} is for one command on each machine; leave it out, or leave out the hosts.")
+    address = arguments.master_addr
+    if count > 1 and address is not None and (address == "localhost" or network.is_loopback(address)):
+        raise UsageError(
+            f"--master-addr {address} means another machine on each of the {count} hosts; leave it out, or give the "
+            "first host's address on the network."
+        )
 
 
 def _words(ssh: str) -> tuple[str, ...]:

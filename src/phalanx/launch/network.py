@@ -36,8 +36,9 @@ def resolve(host: str, what: str) -> str:
     """The address behind a name. One of loopback is none for other machines."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise UsageError(f"{what} {host!r} cannot be resolved ({error.strerror}); give its address.") from None
+    except (socket.gaierror, UnicodeError) as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else "no name of a host is like that"
+        raise UsageError(f"{what} {host!r} cannot be resolved ({why}); give its address.") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         if not is_loopback(address):

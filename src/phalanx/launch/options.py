@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch import devices, flags
-from phalanx.launch.spec import Fleet, LaunchSpec, Program
+from phalanx.launch.spec import MOST_PROCESSES, Fleet, LaunchSpec, Program
 from phalanx.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -45,15 +45,20 @@ def _parse(
 
 def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> LaunchSpec:
     fleet = _fleet(arguments, environ)
-    cards = devices.choose_cards(arguments.devices, environ) if arguments.devices else None
+    is_elsewhere = fleet is not None  # what it has is not known here
+    cards = None
+    if arguments.devices is not None:
+        cards = devices.choose_cards(arguments.devices, environ, must_exist=not is_elsewhere)
     visible = cards if cards is not None else devices.visible_cards(environ)
-    asked = arguments.nproc_per_node or (str(len(cards)) if cards else "1")
+    asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(cards)) if cards else "1"
     virtual = bool(arguments.virtual_local_rank)
     nproc = devices.process_count(asked, visible)
+    nodes = _nodes(arguments.nnodes)
+    known = nproc if nodes == (1, 1) else MOST_PROCESSES  # another node may have more processes than this one
     return LaunchSpec(
         program=_program(arguments, environ),
         nproc_per_node=nproc,
-        nnodes=_nodes(arguments.nnodes or "1"),
+        nnodes=nodes,
         node_rank=arguments.node_rank,
         **_meeting(arguments),
         interface=arguments.interface,
@@ -71,10 +76,10 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         virtual_local_rank=virtual,
         numa_binding=arguments.numa_binding,
         signals=_signals(arguments.signals_to_handle),
-        log_dir=arguments.log_dir,
-        redirects=_streams("--redirects", arguments.redirects, nproc),
-        tee=_streams("--tee", arguments.tee, nproc),
-        local_ranks_filter=_filter(arguments.local_ranks_filter),
+        log_dir=_directory(arguments.log_dir),
+        redirects=_streams("--redirects", arguments.redirects, nproc, known),
+        tee=_streams("--tee", arguments.tee, nproc, known),
+        local_ranks_filter=_filter(arguments.local_ranks_filter, known),
         duplicate_filters={
             1: _texts(arguments.duplicate_stdout_filters),
             2: _texts(arguments.duplicate_stderr_filters),
@@ -85,7 +90,8 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
     """The hosts to be started from here. Their cards and cores are counted there, so not here, unless for a table."""
-    if not (arguments.hosts or arguments.hostfile or environ.get("SLURM_JOB_NODELIST")):
+    is_named = arguments.hosts is not None or arguments.hostfile is not None
+    if not is_named and not environ.get("SLURM_JOB_NODELIST"):
         return None
     from phalanx.launch.hosts import find_fleet, is_here  # a run on one machine starts without them
 
@@ -142,7 +148,9 @@ def _spelling_in(script: str) -> str:
     return "local-rank" if "--local-rank" in text and "--local_rank" not in text else "local_rank"
 
 
-def _nodes(text: str) -> tuple[int, int]:
+def _nodes(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 1, 1
     try:
         numbers = [int(part) for part in text.split(":")]
         fewest, most = numbers if len(numbers) == 2 else (*numbers, *numbers)
@@ -174,11 +182,11 @@ def _place(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.standalone:
         return LOOPBACK, 0
     if not endpoint or (kind == "static" and arguments.master_port is not None):
-        return arguments.master_addr, check_port(arguments.master_port or 0, "--master-port")
-    parts = re.fullmatch(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d+))?", endpoint)
+        return arguments.master_addr or LOOPBACK, check_port(arguments.master_port or 0, "--master-port")
+    parts = re.fullmatch(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,9}))?", endpoint)
     if parts is None:
         raise UsageError(f"--rdzv-endpoint {endpoint!r} is not HOST or HOST:PORT; an IPv6 address stands in brackets.")
-    default = 0 if _nodes(arguments.nnodes or "1")[1] == 1 else _DEFAULT_PORT[kind]
+    default = 0 if _nodes(arguments.nnodes)[1] == 1 else _DEFAULT_PORT[kind]
     port = int(parts["port"]) if parts["port"] else default
     return parts["v6"] or parts["host"], check_port(port, "the port of --rdzv-endpoint")
 
@@ -212,7 +220,19 @@ def _signals(text: str) -> tuple[str, ...]:
     return names
 
 
-def _streams(flag: str, text: str, nproc: int) -> dict[int, int]:
+def _directory(text: str) -> str:
+    if not text:
+        raise UsageError("--log-dir is empty; give a directory, such as runs.")
+    return text
+
+
+def _check_local_ranks(flag: str, text: str, named: Iterable[int], known: int) -> None:
+    for rank in named:
+        if not 0 <= rank < known:
+            raise UsageError(f"{flag} {text} names local rank {rank}, but they go from 0 to {known - 1}.")
+
+
+def _streams(flag: str, text: str, nproc: int, known: int) -> dict[int, int]:
     """``3`` for all local ranks, or ``0:1,1:2`` for some."""
     try:
         if ":" not in text:
@@ -223,14 +243,17 @@ def _streams(flag: str, text: str, nproc: int) -> dict[int, int]:
             raise ValueError
     except ValueError:
         raise UsageError(f"{flag} {text!r} is unknown; give 0 to 3, or pairs like 0:1,1:2.") from None
+    _check_local_ranks(flag, text, streams, known)
     return {rank: value for rank, value in streams.items() if value}
 
 
-def _filter(text: str) -> tuple[int, ...] | None:
+def _filter(text: str, known: int) -> tuple[int, ...] | None:
     try:
-        return tuple(int(part) for part in text.split(",")) if text else None
+        ranks = tuple(int(part) for part in text.split(",")) if text else None
     except ValueError:
         raise UsageError(f"--local-ranks-filter {text!r} is not a list of numbers; give them like 0,1.") from None
+    _check_local_ranks("--local-ranks-filter", text, ranks or (), known)
+    return ranks
 
 
 def _texts(text: str) -> tuple[str, ...]:

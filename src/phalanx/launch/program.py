@@ -18,12 +18,21 @@ _LATE = {
 def check(spec: LaunchSpec) -> None:
     """What would fail on every rank is said once, before anything starts."""
     program = spec.program
-    if program.kind in ("script", "path") and not Path(program.target).exists():
-        raise UsageError(f"the script {program.target} does not exist (looked in {Path.cwd()}).")
+    if program.kind in ("script", "path"):
+        _check_readable(program.target)
     if program.kind == "path" and not Path(program.target).is_absolute():
         raise UsageError(f"--run-path needs an absolute path, but got {program.target}.")
     if program.kind == "command" and shutil.which(program.target) is None:
         raise UsageError(f"the program {program.target} is not on PATH or not executable.")
+
+
+def _check_readable(script: str) -> None:
+    try:
+        Path(script).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"the script {script} does not exist (looked in {Path.cwd()}).") from None
+    except OSError as error:
+        raise UsageError(f"the script {script} cannot be read: {error.strerror}.") from None
 
 
 def script_directory(spec: LaunchSpec) -> str | None:

@@ -10,6 +10,17 @@ from phalanx.errors import UsageError
 from phalanx.ports import LOOPBACK
 
 START_METHODS = ("auto", "fork", "exec")
+MOST_PROCESSES, MOST_NODES = 10_000, 100_000
+"""Of one node, and of a run. More is a slip of the keyboard, and would only fail later."""
+_LONGEST = 1e9
+"""Seconds; the kernel's own timers end a little later."""
+
+
+def check_processes(count: int, source: str) -> int:
+    """``count`` when one node can run so many; ``source`` names the flag or argument in the error."""
+    if not 1 <= count <= MOST_PROCESSES:
+        raise UsageError(f"{source} is {count}; a node runs 1 to {MOST_PROCESSES} processes.")
+    return count
 
 
 @dataclass(frozen=True)
@@ -114,18 +125,26 @@ class LaunchSpec:
         fewest, most = self.nnodes
         if not 0 < fewest <= most:
             raise UsageError(f"--nnodes {fewest}:{most} is not a range; give N, or MIN:MAX with 1 <= MIN <= MAX.")
-        if self.nproc_per_node < 1:
-            raise UsageError(f"--nproc-per-node is {self.nproc_per_node}; a node runs at least one process.")
+        if most > MOST_NODES:
+            raise UsageError(f"--nnodes is {most}; a run has {MOST_NODES} nodes at most.")
+        check_processes(self.nproc_per_node, "--nproc-per-node")
         if not 0 <= self.node_rank < most and self.rdzv_backend == "static":  # elsewhere it is not heeded
             raise UsageError(f"--node-rank {self.node_rank} does not exist: {most} node(s) have 0 to {most - 1}.")
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}; give 0 or more.")
-        if self.shutdown_timeout < 0:
-            raise UsageError(f"--shutdown-timeout is {self.shutdown_timeout}; give seconds, 0 or more.")
-        if not 0 <= self.stall_after < float("inf"):  # nan is not either
-            raise UsageError(f"--stall-after is {self.stall_after:g}; give seconds, or 0 to switch it off.")
+        self._check_seconds()
         if self.start_method not in START_METHODS:
             raise UsageError(f"--start-method {self.start_method} is unknown; give one of {', '.join(START_METHODS)}.")
+
+    def _check_seconds(self) -> None:
+        for flag, seconds, allowed in (
+            ("--shutdown-timeout", self.shutdown_timeout, "0 or more"),
+            ("--stall-after", self.stall_after, "or 0 to switch it off"),
+            ("--rdzv-timeout", self.rdzv_timeout, "more than 0"),
+            ("last_call_timeout of --rdzv-conf", self.last_call, "0 or more"),
+        ):
+            if not 0 <= seconds <= _LONGEST or (allowed == "more than 0" and not seconds):  # nan is not either
+                raise UsageError(f"{flag} is {seconds:g}; give seconds, {allowed}.")
 
 
 @dataclass(frozen=True)
