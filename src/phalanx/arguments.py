@@ -1,12 +1,58 @@
-"""The hallway: argparse that says its errors as phalanx does, for every command."""
+"""The hallway: wrong arguments, of commands and of functions, said in one sentence that names them."""
 
 from __future__ import annotations
 
 import argparse
+import operator
 from collections.abc import Mapping
-from typing import NoReturn
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """``value`` as an int; numpy's and torch's whole numbers are taken too."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} is {shown(value)}; give a whole number.") from None
+    if (least is not None and number < least) or (most is not None and number > most):
+        allowed = f"from {least} to {most}" if most is not None else f"{least} or more"
+        raise UsageError(f"{name} is {number}; give {allowed}.")
+    return number
+
+
+def seconds(name: str, value: float | timedelta | None) -> float | None:
+    """A time to wait, more than 0; None stays None."""
+    if value is None:
+        return None
+    given = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1e9:  # nan is not either
+        raise UsageError(f"{name} is {shown(value)}; give seconds, more than 0, or a timedelta.")
+    return float(given)
+
+
+def device(value: Any) -> torch.device:
+    """Also what `torch.device` itself takes."""
+    import torch
+
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device {shown(value)} is unknown to torch; give cpu, cuda or cuda:N.") from None
+
+
+def shown(value: Any) -> str:
+    """A value in an error, however it looks."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 (whatever its __repr__ does, the error is about something else)
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
 
 
 class Parser(argparse.ArgumentParser):

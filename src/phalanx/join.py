@@ -26,6 +26,7 @@ _SLICE = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 """Seconds between two looks into the store: none needs to be longer than a fraction of what has been waited so far."""
 _FIRST_WORD = 10.0
+_LEAVE_TIMEOUT = 10.0
 _joins = itertools.count()
 
 
@@ -92,24 +93,28 @@ def url_of(host: str, port: int) -> str:
 
 def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: float) -> tuple[Any, bool]:
     """The store behind ``tcp://host:port`` or ``file:///path``, and whether this process hosts it."""
-    url = urlparse(init_method)
+    try:
+        url = urlparse(init_method)
+        port = url.port
+    except ValueError:  # brackets without an end, a port beyond 65535
+        url, port = urlparse("tcp:"), None
     if url.scheme == "file":
         return _file_store(url.path, world_size), False
     if url.scheme != "tcp":
         raise UsageError(f"init_method {init_method!r} is unknown; use env://, tcp://host:port or file:///path.")
-    if url.hostname is None or url.port is None:
+    if url.hostname is None or port is None:
         raise UsageError(
             f"init_method {init_method!r} has no port or no host; it should look like tcp://10.0.0.1:29500."
         )
     if rank == 0 and not up:
-        return _serve(url.hostname, url.port, timeout), True
-    return stores.connect(url.hostname, url.port, timeout, _tell), False
+        return _serve(url.hostname, port, timeout), True
+    return stores.connect(url.hostname, port, timeout, _tell), False
 
 
 def _file_store(path: str, world_size: int) -> Any:
     from torch.distributed import FileStore
 
-    if not path or not Path(path).parent.is_dir():
+    if not path or not os.path.isdir(os.path.dirname(path)):  # noqa: PTH112, PTH120 (False, also for a name that is too long)
         raise UsageError(f"the file {path!r} of init_method lies in no existing directory; make that first.")
     return FileStore(path, world_size)
 
@@ -176,6 +181,14 @@ def sign_in(
         if isinstance(error, errors.PhalanxError):
             raise
         raise JoinError(f"rank {rank} lost the store while joining: {_first_line(error)}") from None
+
+
+def say_goodbye(meeting: Meeting, size: int) -> None:
+    """A rank that hosts the store leaves last, or the others could lose it in the middle of their last words."""
+    if meeting.store.add("phalanx/left", 1) == size:
+        meeting.store.set("phalanx/all left", "yes")
+    if meeting.hosted_here:
+        wait_for(meeting.store, "phalanx/all left", _LEAVE_TIMEOUT)
 
 
 class _Book:

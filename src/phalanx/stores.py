@@ -69,8 +69,9 @@ def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], 
     """Waits for somebody to listen; what waiting cannot heal is an error at once."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({error.strerror}).") from None
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no name of a host is like that"
+        raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({why}).") from None
     started = time.monotonic()
     told = started + _FIRST_WORD
     while True:

@@ -9,18 +9,17 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import backends, cluster, seeds
+from phalanx import arguments, backends, cluster, seeds
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
-from phalanx.join import Claim, Meeting, meet, open_store, url_of, wait_for
+from phalanx.join import Claim, Meeting, meet, open_store, say_goodbye, url_of
 
 if TYPE_CHECKING:
     import torch
 
 _REACH_TIMEOUT = 60.0
 _JOIN_TIMEOUT = 300.0
-_LEAVE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
@@ -121,18 +120,30 @@ def init(
 
     if dist.is_initialized():
         raise UsageError("the process group exists already; call px.init() once, or leave its `with` block first.")
+    limit = arguments.seconds("timeout", timeout)
+    seed = seed if seed is None else arguments.whole_number("seed", seed, -(2**63), 2**64 - 1)  # torch's bounds
+    for name, value in (("backend", backend), ("init_method", init_method)):
+        if not isinstance(value, str | None):
+            raise UsageError(f"{name} is {arguments.shown(value)}; give a name, or leave it out.")
+    if not isinstance(store, dist.Store | None):
+        raise UsageError(f"store is {arguments.shown(store)}; give a torch.distributed.Store, or leave it out.")
     situation = _settle(cluster.find(os.environ), rank, world_size)
     place = _device(device, situation)
-    limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     name = backends.settle(backend, place, situation.world_size, limit or _JOIN_TIMEOUT)
     meeting, where = _meet(situation, init_method, store, limit)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
     if place.type == "cuda":
         options["device_id"] = place
-    dist.init_process_group(name, store=meeting.store, rank=situation.rank, world_size=situation.world_size, **options)
-    if seed is not None:
-        seeds.sow(seed)
-    s, name = situation, backends.name_of(dist.group.WORLD)
+    s = situation
+    try:
+        dist.init_process_group(name, store=meeting.store, rank=s.rank, world_size=s.world_size, **options)
+        if seed is not None:
+            seeds.sow(seed)
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+    name = backends.name_of(dist.group.WORLD)
     _current = World(
         s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
     )
@@ -195,7 +206,7 @@ def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situa
         if found.kind == "single" and rank != 0:
             raise UsageError(f"rank={rank} was given without a world size; give world_size=… as well.")
         world_size = found.world_size
-    check_rank(rank, world_size)
+    rank, world_size = check_rank(rank, world_size)
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     return replace(found, rank=rank, world_size=world_size, local_rank=rank, local_size=world_size, node=0, nodes=1)
@@ -204,12 +215,8 @@ def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situa
 def _device(asked: str | torch.device | None, situation: Situation) -> torch.device:
     import torch
 
-    try:
-        device = torch.device(asked) if asked is not None else None
-    except RuntimeError:
-        raise UsageError(f"device {asked!r} is unknown to torch; give cpu, cuda or cuda:N.") from None
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fitting = "cuda" if torch.cuda.is_available() else "cpu"
+    device = arguments.device(asked if asked is not None else fitting)
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -288,13 +295,5 @@ def _part(world: World, *, in_peace: bool) -> None:
         return
     meeting = world._meeting
     if in_peace and meeting is not None and meeting.store is not None and world.size > 1:
-        _say_goodbye(meeting, world.size)
+        say_goodbye(meeting, world.size)
     dist.destroy_process_group()
-
-
-def _say_goodbye(meeting: Meeting, size: int) -> None:
-    """A rank that hosts the store leaves last, or the others could lose it in the middle of their last words."""
-    if meeting.store.add("phalanx/left", 1) == size:
-        meeting.store.set("phalanx/all left", "yes")
-    if meeting.hosted_here:
-        wait_for(meeting.store, "phalanx/all left", _LEAVE_TIMEOUT)

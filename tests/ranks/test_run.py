@@ -182,7 +182,8 @@ def test_redirects_tee_and_filter(phalanx: Runner, script, tmp_path: Path) -> No
 
 def test_devices(phalanx: Runner, script) -> None:
     name = script("import os; print(os.environ['LOCAL_RANK'], os.environ.get('CUDA_VISIBLE_DEVICES'))")
-    assert by_rank(phalanx("run", *WITHOUT_TORCH, "--devices", "0,3", name)) == {0: ["0 0,3"], 1: ["1 0,3"]}
+    chosen = phalanx("run", *WITHOUT_TORCH, "--devices", "0,3", name, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert by_rank(chosen) == {0: ["0 0,3"], 1: ["1 0,3"]}
     visible = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "gpu", name, env={"CUDA_VISIBLE_DEVICES": "0,3"})
     assert by_rank(visible) == {0: ["0 0,3"], 1: ["1 0,3"]}
     flags = (*WITHOUT_TORCH, "--devices", "1,0", "--virtual-local-rank")

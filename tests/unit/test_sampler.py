@@ -143,7 +143,9 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
 
 def test_wrong_datasets() -> None:
     generator: Any = (number for number in range(3))
-    with pytest.raises(UsageError, match=r"a generator has no length; split it with px\.shard"):
+    with pytest.raises(
+        UsageError, match=r"the dataset is <generator .*>, which has no length; split it with px\.shard"
+    ):
         ShardSampler(generator)
     with pytest.raises(UsageError, match=r"counts up to 2\*\*62"):
         ShardSampler(range(2**62 + 1))

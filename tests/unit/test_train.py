@@ -307,7 +307,7 @@ def test_a_part_that_fails_does_not_count() -> None:
     assert not parts.complete
 
 
-@pytest.mark.parametrize(("every", "model", "text"), [(0, Counting(), "at least 1"), (2, nn.Linear(1, 1), "no_sync")])
+@pytest.mark.parametrize(("every", "model", "text"), [(0, Counting(), "1 or more"), (2, nn.Linear(1, 1), "no_sync")])
 def test_wrong_arguments_of_accumulate(every: int, model: nn.Module, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         px.accumulate(model, every=every)

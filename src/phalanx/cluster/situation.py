@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx import env
+from phalanx.arguments import whole_number
 from phalanx.errors import UsageError
 from phalanx.ports import check_port
 
@@ -31,11 +32,13 @@ class Situation:
         check_rank(self.rank, self.world_size)
 
 
-def check_rank(rank: int, world_size: int) -> None:
+def check_rank(rank: int, world_size: int) -> tuple[int, int]:
+    rank, world_size = whole_number("rank", rank), whole_number("world_size", world_size)
     if world_size < 1:
         raise UsageError(f"the world size is {world_size}; it must be at least 1.")
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} does not exist in a world of {world_size}: ranks go from 0 to {world_size - 1}.")
+    return rank, world_size
 
 
 def master_from(environ: Mapping[str, str]) -> tuple[str, int] | None:

@@ -12,7 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from phalanx import cluster, status
 from phalanx import world as worlds
-from phalanx.errors import PeerFailed
+from phalanx.arguments import shown
+from phalanx.errors import PeerFailed, UsageError
 from phalanx.join import wait_for
 from phalanx.status import layout
 from phalanx.world import World
@@ -97,6 +98,9 @@ def _rank() -> int:
 
 def main_only(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
     """Decorates a function to run on rank 0 alone; on the others it returns None."""
+
+    if not callable(function):
+        raise UsageError(f"main_only got {shown(function)}, which cannot be called; give a function.")
 
     @functools.wraps(function)
     def on_main(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:

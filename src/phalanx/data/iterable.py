@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from phalanx.arguments import shown
 from phalanx.data.place import find_place
+from phalanx.errors import UsageError
 
 T = TypeVar("T")
 
@@ -45,5 +47,7 @@ def shard(iterable: Iterable[T], num_replicas: int | None = None, rank: int | No
         iterable: for DataLoader workers that are spawned it has to be picklable. A generator can be gone through once.
         num_replicas, rank: given, or those of the process group when this is called; a world of one without a group.
     """
+    if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        raise UsageError(f"iterable is {shown(iterable)}; give something that can be iterated over.")
     replicas, own = find_place(num_replicas, rank)
     return ShardedIterable(iterable, replicas, own)

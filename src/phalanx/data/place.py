@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from phalanx import world as worlds
+from phalanx.arguments import whole_number
 from phalanx.errors import UsageError
 
 
@@ -14,6 +15,8 @@ def find_place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     A process that a launcher has started as one of several, and that has not joined them yet, is an error: taken for a
     world of one, every rank would see every sample.
     """
+    num_replicas = num_replicas if num_replicas is None else whole_number("num_replicas", num_replicas)
+    rank = rank if rank is None else whole_number("rank", rank)
     if num_replicas is None or rank is None:
         size, own = _joined()
         if size == 1 and rank is None and num_replicas not in (None, 1):

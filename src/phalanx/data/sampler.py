@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from torch.utils.data import Sampler
 
+from phalanx.arguments import shown, whole_number
 from phalanx.data.permutation import LONGEST, Permutation
 from phalanx.data.place import find_place
 from phalanx.errors import UsageError
@@ -68,7 +69,7 @@ class ShardSampler(Sampler[int]):
         self.dataset = dataset
         self.num_replicas, self.rank = find_place(num_replicas, rank)
         self.shuffle = shuffle
-        self.seed = operator.index(seed)
+        self.seed = whole_number("seed", seed)
         self.epoch = 0
         self.uneven: Uneven = _settle(uneven, drop_last)
         self.drop_last = self.uneven == "drop"
@@ -133,8 +134,9 @@ class ShardSampler(Sampler[int]):
 
         The epoch that `load_state_dict` has brought goes on where it was, until it has been run to its end.
         """
+        epoch = whole_number("epoch", epoch)
         if epoch != self.epoch or (self._walk is not None and self._walk.is_over):
-            self.epoch = operator.index(epoch)
+            self.epoch = epoch
             self._start = 0
             self._walk = None
             self._on_going_on = None
@@ -175,6 +177,7 @@ class ShardSampler(Sampler[int]):
         """
         if self._walk is None:
             raise UsageError(f"received({count}) was called, but no iteration is under way; iterate first.")
+        count = whole_number("count", count, 0)
         self._walk.received = (self._walk.received or 0) + count
 
     def state_dict(self) -> dict[str, int]:
@@ -196,6 +199,8 @@ class ShardSampler(Sampler[int]):
 
         The seed becomes that of the state. The number of ranks may be another one.
         """
+        if not isinstance(state, Mapping):
+            raise UsageError(f"the sampler's state is {shown(state)}; give what state_dict() returned.")
         missing = {"seed", "epoch", "consumed", "length", "version"} - state.keys()
         if missing:
             raise UsageError(
@@ -211,13 +216,14 @@ class ShardSampler(Sampler[int]):
                 f"the sampler's state is of a dataset of {state['length']} samples, but this one has {self._length}; "
                 "give the same dataset, or begin the epoch anew."
             )
-        if not 0 <= state["consumed"] <= self._length:
+        seed, epoch, consumed = (whole_number(f"state[{key!r}]", state[key]) for key in ("seed", "epoch", "consumed"))
+        if not 0 <= consumed <= self._length:
             raise UsageError(
-                f"the sampler's state says that {state['consumed']} of {self._length} samples are consumed; "
+                f"the sampler's state says that {consumed} of {self._length} samples are consumed; "
                 "give what state_dict() returned."
             )
         self._on_going_on = None
-        self.seed, self.epoch, self._start = state["seed"], state["epoch"], state["consumed"]
+        self.seed, self.epoch, self._start = seed, epoch, consumed
         self._walk = None
         self._may_begin = True
 
@@ -273,7 +279,9 @@ def _settle(uneven: Uneven | None, drop_last: bool) -> Uneven:
 
 def _length(dataset: Sized) -> int:
     if not hasattr(dataset, "__len__"):
-        raise UsageError(f"a {type(dataset).__name__} has no length; split it with px.shard(dataset) instead.")
+        raise UsageError(
+            f"the dataset is {shown(dataset)}, which has no length; split it with px.shard(dataset) instead."
+        )
     if (length := len(dataset)) > LONGEST:
         raise UsageError(f"the dataset has {length} samples; ShardSampler counts up to 2**62.")
     return length

@@ -45,10 +45,10 @@ def _parse(
 
 def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> LaunchSpec:
     fleet = _fleet(arguments, environ)
-    is_elsewhere = fleet is not None  # what it has is not known here
+    is_here = fleet is None and not arguments.dry_run  # a table may be wanted where there are no GPUs
     cards = None
     if arguments.devices is not None:
-        cards = devices.choose_cards(arguments.devices, environ, must_exist=not is_elsewhere)
+        cards = devices.choose_cards(arguments.devices, environ, must_exist=is_here)
     visible = cards if cards is not None else devices.visible_cards(environ)
     asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(cards)) if cards else "1"
     virtual = bool(arguments.virtual_local_rank)

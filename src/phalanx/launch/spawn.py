@@ -12,10 +12,11 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from phalanx import ports
+from phalanx.arguments import shown, whole_number
 from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
@@ -23,7 +24,15 @@ from phalanx.launch import function as functions
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.member import Member
 from phalanx.launch.nursery import Nursery
-from phalanx.launch.spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
+from phalanx.launch.spec import (
+    LaunchSpec,
+    Placement,
+    Program,
+    WorkerSpec,
+    check_processes,
+    placements,
+    worker_environment,
+)
 from phalanx.launch.watch import Watch
 
 _GRACE = 10.0
@@ -52,8 +61,11 @@ def spawn(
     """
     if start_method != "spawn":
         raise UsageError(f"start_method is {start_method!r}; phalanx.spawn starts clean processes only ('spawn').")
-    if nprocs < 1:
-        raise UsageError(f"nprocs is {nprocs}; it must be at least 1.")
+    if not callable(fn):
+        raise UsageError(f"fn is {shown(fn)}, which cannot be called; give a function of the rank.")
+    if not isinstance(args, Iterable):
+        raise UsageError(f"args is {shown(args)}; give a tuple of what the function takes after the rank.")
+    nprocs = check_processes(whole_number("nprocs", nprocs), "nprocs")
     context = SpawnContext(fn, tuple(args), nprocs, daemon)
     if not join:
         return context

@@ -98,5 +98,5 @@ _COMPRESSIONS: dict[str, Callable[[Parallel], None]] = {
 
 
 def check_compression(name: str | None) -> None:
-    if name is not None and name not in _COMPRESSIONS:
+    if name is not None and (not isinstance(name, str) or name not in _COMPRESSIONS):
         raise UsageError(f"compress={name!r} is unknown; there are {', '.join(map(repr, _COMPRESSIONS))}, and None.")

@@ -6,6 +6,7 @@ import contextlib
 from types import TracebackType
 from typing import Any
 
+from phalanx.arguments import whole_number
 from phalanx.errors import UsageError
 from phalanx.train import track
 
@@ -30,8 +31,7 @@ class accumulate:
     """
 
     def __init__(self, model: Any, every: int) -> None:
-        if every < 1:
-            raise UsageError(f"accumulate(every={every}): it takes at least 1 batch to make a step.")
+        every = whole_number("every", every, 1)
         if not hasattr(model, "no_sync"):
             raise UsageError(
                 f"accumulate got a {type(model).__name__}, which has no no_sync(); wrap it with px.data_parallel first."

@@ -5,12 +5,14 @@ Nothing is exchanged while they are updated, and no value is fetched from a card
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx import world as worlds
+from phalanx.arguments import shown
 from phalanx.errors import UsageError
 
 Number = float | int | Tensor
@@ -50,6 +52,7 @@ class Mean(Metric):
 
     def update(self, value: Number, count: float | None = None) -> None:
         """Adds the mean of ``count`` values, or, without a count, every element of ``value``."""
+        value = _checked(value, "Mean")
         if isinstance(value, Tensor):
             value = value.detach().double()
             if count is None:
@@ -83,6 +86,7 @@ class Sum(Metric):
         self.reset()
 
     def update(self, value: Number) -> None:
+        value = _checked(value, "Sum")
         self._sum = self._sum + (value.detach().double().sum() if isinstance(value, Tensor) else value)
 
     def state(self) -> list[Number]:
@@ -95,6 +99,16 @@ class Sum(Metric):
         self._sum: Number = 0.0
 
 
+def _checked(value: Any, metric: str) -> Number:
+    """A number, or what torch makes a tensor of."""
+    if isinstance(value, Tensor | Real):
+        return value  # type: ignore[return-value]  # numpy's numbers are Real
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{metric}.update got {shown(value)}; give a number or a tensor.") from None
+
+
 class Max(Metric):
     """The largest of everything that was given on all ranks; NaN when nothing was."""
 
@@ -102,7 +116,7 @@ class Max(Metric):
         self.reset()
 
     def update(self, value: Number) -> None:
-        given = torch.as_tensor(value).detach().double()
+        given = torch.as_tensor(_checked(value, type(self).__name__)).detach().double()
         if given.numel():
             largest = given.max()
             self._extreme = largest if self._extreme is None else torch.maximum(self._extreme, largest)
@@ -122,7 +136,7 @@ class Min(Max):
     """The smallest of everything that was given on all ranks; NaN when nothing was."""
 
     def update(self, value: Number) -> None:
-        super().update(-torch.as_tensor(value))
+        super().update(-torch.as_tensor(_checked(value, "Min")))
 
     def combine(self, states: Tensor) -> float:
         return -super().combine(states)
@@ -135,6 +149,8 @@ def compute_metrics(**metrics: Metric) -> dict[str, float]:
             raise UsageError(
                 f"{name}={metric!r} is not a metric of phalanx; give px.Mean(), px.Sum(), px.Max(), px.Min()."
             )
+    if not metrics:
+        return {}
     states = {name: metric.state() for name, metric in metrics.items()}
     everyone = _from_all_ranks([number for state in states.values() for number in state])
     values, start = {}, 0

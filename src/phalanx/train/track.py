@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from phalanx import status
+from phalanx import arguments, status
 from phalanx import world as worlds
 from phalanx.comm import clock
+from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
 from phalanx.status import layout
 from phalanx.train import log
@@ -50,7 +51,10 @@ def track(
         device: where the tensors of each batch are moved to, if anywhere.
         quiet: show no line.
     """
-    return Track(loader, epoch, torch.device(device) if device is not None else None, quiet)
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise UsageError(f"loader is {arguments.shown(loader)}; give a DataLoader, or something else to iterate over.")
+    place = arguments.device(device) if device is not None else None
+    return Track(loader, None if epoch is None else arguments.whole_number("epoch", epoch), place, quiet)
 
 
 class Track(Generic[_T]):
