@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-from phalanx import env, join
+from phalanx import env, join, plain
 from phalanx.errors import JoinError
 
 _REACH_TIMEOUT = 60.0
@@ -47,11 +47,15 @@ def objection(topic: str, against: str | None, timeout: float) -> str | None:
 def vote(store: Any, rank: int, size: int, against: str | None, timeout: float) -> str | None:
     """The same, in a store where nothing else is."""
     if against is not None:
-        return json.loads(store.compare_set("verdict", "", json.dumps(against)))
+        return _verdict(store.compare_set("verdict", "", json.dumps(against)))
     if store.add(f"for/{rank}", 1) == 1 and store.add("votes for", 1) == size:
         store.set("verdict", json.dumps(None))  # nobody is left who could be against
     _await_verdict(store, rank, size, timeout)
-    return json.loads(store.get("verdict"))
+    return _verdict(store.get("verdict"))
+
+
+def _verdict(data: bytes) -> str | None:
+    return plain.decode(data, str | None, "the store of the run")
 
 
 def _await_verdict(store: Any, rank: int, size: int, timeout: float) -> None:

@@ -8,6 +8,7 @@
     │   ├── MasterUnreachable    nobody answers at the master's address
     │   ├── RanksDisagree        two ranks claim one number, or two world sizes meet
     │   └── StaleStore           the rendezvous file was left over by an earlier run
+    ├── ForeignData              a store or a directory holds what phalanx did not write there
     ├── CheckpointError          a checkpoint could not be written or read
     ├── PeerFailed               another rank failed while this one waited for it
     │   └── PeerLost             its process is gone, or it has left the group
@@ -55,6 +56,10 @@ class RanksDisagree(JoinError):
 
 class StaleStore(JoinError):
     """The file of a ``file://`` rendezvous was left over by an earlier run."""
+
+
+class ForeignData(PhalanxError):
+    """What was read from a store, a socket or a directory has not the form in which phalanx writes it."""
 
 
 class CheckpointError(PhalanxError):

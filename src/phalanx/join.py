@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from phalanx import errors, ports, stores
+from phalanx import errors, plain, ports, stores
 from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
 
 _SLICE = 2.0
@@ -172,10 +172,10 @@ def sign_in(
     try:
         book.sign()
         verdict = book.await_verdict(timeout)
-        if "error" in verdict:
+        if verdict.error is not None:
             if hosted_here:
                 book.linger()
-            raise getattr(errors, verdict["error"])(verdict["text"])
+            raise _KINDS.get(verdict.error, JoinError)(verdict.text)
         return book.claims()
     except RuntimeError as error:
         if isinstance(error, errors.PhalanxError):
@@ -189,6 +189,26 @@ def say_goodbye(meeting: Meeting, size: int) -> None:
         meeting.store.set("phalanx/all left", "yes")
     if meeting.hosted_here:
         wait_for(meeting.store, "phalanx/all left", _LEAVE_TIMEOUT)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """On all ranks; without an error they belong together."""
+
+    error: str | None = None
+    """The name of one of `_KINDS`."""
+    text: str = ""
+
+
+_KINDS = {kind.__name__: kind for kind in (JoinError, RanksDisagree, StaleStore)}
+_STORE = "the store where the ranks meet"
+
+
+def _claim(data: bytes) -> Claim:
+    claim = plain.decode(data, Claim, _STORE)
+    if not 0 < claim.pid < 1 << 31:
+        raise errors.ForeignData(f"{_STORE} holds a claim of pid {claim.pid}, which no process has.")
+    return claim
 
 
 class _Book:
@@ -205,7 +225,7 @@ class _Book:
             return
         self._store.set(f"claim/{mine.rank}", json.dumps(asdict(mine)))
         first = self._store.compare_set("first", "", json.dumps(asdict(mine)))
-        other = Claim(**json.loads(first))
+        other = _claim(first)
         if other.world_size != mine.world_size:
             self._rule(
                 RanksDisagree,
@@ -217,21 +237,21 @@ class _Book:
             if dead:
                 self._rule(StaleStore, f"the store remembers {dead[0]}, which has ended: it is left over. {_REMOVE}")
             else:
-                self._store.set("verdict", json.dumps({"ok": True}))
+                self._store.set("verdict", json.dumps(asdict(_Verdict())))
 
     def _twice(self) -> None:
         mine = self._claim
         wait_for(self._store, f"claim/{mine.rank}", _SLICE)
-        other = Claim(**json.loads(self._store.get(f"claim/{mine.rank}")))
+        other = _claim(self._store.get(f"claim/{mine.rank}"))
         if other.has_died:
             text = f"the store remembers {other}, which has ended: it is left over from an earlier run. {_REMOVE}"
             raise StaleStore(text)
         self._rule(RanksDisagree, f"two processes claim one rank: {other} and pid {mine.pid} on {mine.host}.")
 
     def _rule(self, kind: type[JoinError], text: str) -> None:
-        self._store.set("verdict", json.dumps({"error": kind.__name__, "text": text}))
+        self._store.set("verdict", json.dumps(asdict(_Verdict(kind.__name__, text))))
 
-    def await_verdict(self, timeout: float) -> dict[str, Any]:
+    def await_verdict(self, timeout: float) -> _Verdict:
         started = time.monotonic()
         told = started + _FIRST_WORD
         while not self._store.check(["verdict"]):
@@ -244,7 +264,7 @@ class _Book:
                 told = now + _FIRST_WORD
                 _tell(f"{self._claim} {self._missing_text(now - started)}")
             wait_for(self._store, "verdict", min(left, _SLICE, told - now))
-        return json.loads(self._store.get("verdict"))
+        return plain.decode(self._store.get("verdict"), _Verdict, _STORE)
 
     def _missing_text(self, waited: float) -> str:
         size = self._claim.world_size
@@ -254,7 +274,7 @@ class _Book:
 
     def claims(self) -> tuple[Claim, ...]:
         size = self._claim.world_size
-        return tuple(Claim(**json.loads(self._store.get(f"claim/{rank}"))) for rank in range(size))
+        return tuple(_claim(self._store.get(f"claim/{rank}")) for rank in range(size))
 
     def linger(self) -> None:
         """The host of the store stays a moment, so that the others can read the verdict."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx import status
+from phalanx import plain
 from phalanx.diagnose import stacks
 from phalanx.diagnose.stacks import Thread
 from phalanx.status import Collective, Place, Status
@@ -146,18 +146,4 @@ def to_fields(record: RankRecord) -> dict[str, Any]:
 
 def from_fields(fields: Mapping[str, Any]) -> RankRecord:
     """The opposite, from JSON."""
-    vitals, page = fields["vitals"], fields["status"]
-    children = (
-        Child(Vitals(**child["vitals"]), child["command"], tuple(map(stacks.thread_from_fields, child["threads"])))
-        for child in fields["children"]
-    )
-    return RankRecord(
-        **{
-            **fields,
-            "status": status.from_fields(page) if page else None,
-            "vitals": Vitals(**vitals) if vitals else None,
-            "threads": tuple(map(stacks.thread_from_fields, fields["threads"])),
-            "children": tuple(children),
-            "thread_death": ThreadDeath(**fields["thread_death"]) if fields["thread_death"] else None,
-        }
-    )
+    return plain.fit(fields, RankRecord, "what another node says of its ranks")

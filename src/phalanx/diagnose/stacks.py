@@ -7,10 +7,9 @@ import json
 import linecache
 import re
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from phalanx.diagnose.report import shorten_path
 
@@ -156,9 +155,3 @@ def enclosing_loops(text: str, line: int) -> tuple[tuple[int, int], ...]:
             if line <= body_ends:
                 loops.append((node.lineno, body_ends))
     return tuple(loops)
-
-
-def thread_from_fields(fields: Mapping[str, Any]) -> Thread:
-    """The opposite of dataclasses.asdict, from JSON."""
-    lines = (Line(**{**line, "loops": tuple(tuple(pair) for pair in line["loops"])}) for line in fields["lines"])
-    return Thread(**{**fields, "lines": tuple(lines)})

@@ -18,7 +18,7 @@ from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_victim
 from phalanx.diagnose.repetition import Repetition
-from phalanx.errors import LaunchError
+from phalanx.errors import ForeignData, LaunchError
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
 from phalanx.launch.crew import Crew
@@ -93,7 +93,7 @@ class Agent:
             self._voice.say([text])
             self._record.keep_end(over.exit_code, said=[text])
             return over.exit_code
-        except LaunchError as error:
+        except (LaunchError, ForeignData) as error:
             told = [str(error), *(f"  {line}" for line in self._sentries.last_words())]
             self._voice.say(told, "cause")
             self._record.keep_end(1, said=told)

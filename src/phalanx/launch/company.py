@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import events
-from phalanx.errors import LaunchError
+from phalanx.errors import ForeignData, LaunchError
 from phalanx.launch.elastic import RunOver, Terms
 from phalanx.launch.hearing import Court, Hearing
 from phalanx.launch.network import Route
@@ -132,6 +132,7 @@ class Company:
         self._cards: list[NodeCard] | None = None
         self._agreed_attempt = self._attempt = 0
         self._said_waiting = ""
+        self._ignored: set[str] = set()
         self._stopped_for_good = False
         self._master: tuple[str, int] | None = None
         self._settled: list[events.Ending] | None = None
@@ -284,7 +285,12 @@ class Company:
 
     def _on_hearing(self, message: dict[str, Any]) -> None:
         if message["attempt"] == self._attempt:  # else it comes late
-            getattr(self.hearing, f"on_{message['what']}")(**message["fields"])
+            try:
+                getattr(self.hearing, f"on_{message['what']}")(**message["fields"])
+            except ForeignData as error:  # what explains a run is no reason to end it
+                if str(error) not in self._ignored:
+                    self._ignored.add(str(error))
+                    self._say(f"{error} It is ignored.")
 
     def _on_lost(self, message: dict[str, Any]) -> None:
         self.lost[message["node"]] = message["text"]

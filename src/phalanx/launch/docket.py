@@ -10,6 +10,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from phalanx import plain
+
+_STORE = "the store where the nodes meet"
+_Record = dict[str, Any]
+
 
 class Docket:
     """Of one attempt."""
@@ -25,9 +30,10 @@ class Docket:
         self._store.set(self._key(name), json.dumps(content))
         self._store.add(self._key(f"news for {reader}"), 1)
 
-    def _read(self, name: str) -> Any:
+    def _read(self, name: str, shape: Any) -> Any:
+        """None: nobody has written it. What stands in a record is checked by the agent, which has its type."""
         key = self._key(name)
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return plain.decode(self._store.get(key), shape, _STORE) if self._store.check([key]) else None
 
     def news(self, reader: str) -> int:
         """``judge`` or ``all``: grows with everything that is written for them."""
@@ -37,19 +43,19 @@ class Docket:
         self._write(f"report/{node}", report, "judge")
 
     def reports(self) -> dict[str, Any]:
-        return {str(node): self._read(f"report/{node}") for node in range(self._nodes)}
+        return {str(node): self._read(f"report/{node}", _Record | None) for node in range(self._nodes)}
 
     def call(self, number: int) -> None:
         self._write("called", number, "all")
 
     def called(self) -> int:
-        return self._read("called") or 0
+        return self._read("called", int) or 0
 
     def testify(self, number: int, node: int, records: Sequence[Mapping[str, Any]]) -> None:
         self._write(f"testimony/{number}/{node}", records, "judge")
 
     def testimonies(self, number: int) -> dict[str, Any]:
-        found = {str(node): self._read(f"testimony/{number}/{node}") for node in range(self._nodes)}
+        found = {str(node): self._read(f"testimony/{number}/{node}", list[_Record]) for node in range(self._nodes)}
         return {node: records for node, records in found.items() if records is not None}
 
     def send(self, node: int, tidings: Mapping[str, Any]) -> None:
@@ -63,7 +69,7 @@ class Docket:
         return self._store.add(self._key(f"sent by {node}"), 0)
 
     def tidings(self, node: int) -> Any:
-        return self._read(f"tidings/{node}")
+        return self._read(f"tidings/{node}", _Record)
 
     @property
     def nodes(self) -> range:
@@ -74,7 +80,7 @@ class Docket:
         self._write(f"announcement/{number}", announcement, "all")
 
     def announcement(self, number: int) -> dict[str, Any] | None:
-        return self._read(f"announcement/{number}")
+        return self._read(f"announcement/{number}", _Record)
 
 
 class Clerk:

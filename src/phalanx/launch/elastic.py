@@ -8,16 +8,18 @@ is told), so phalanx keeps a key of its own in the store, and says so when it se
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx import plain
 from phalanx.errors import JoinError
+from phalanx.launch.elastic_state import PlainBackend
 from phalanx.launch.rendezvous import Book, NodeCard, wait_for
 
 KEEP_ALIVE = 2
@@ -25,6 +27,7 @@ KEEP_ALIVE = 2
 _MISSING = 5
 _COUNT_EVERY = 1.0
 _LATE_ONES_READ = 3.0
+_STORE = "the store where the nodes meet"
 
 
 class RunOver(Exception):
@@ -60,7 +63,7 @@ class Gathering:
         if complaint:
             raise JoinError(complaint)
         name = f"phalanx.{card.run_id}"
-        self._backend = C10dRendezvousBackend(store, name)
+        self._backend: Any = PlainBackend(C10dRendezvousBackend(store, name))
         settings = RendezvousParameters(
             backend="c10d",
             endpoint="",
@@ -81,6 +84,7 @@ class Gathering:
             RendezvousClosedError,
             RendezvousError,
             RendezvousGracefulExitError,
+            RendezvousStateError,
             RendezvousTimeoutError,
         )
 
@@ -91,14 +95,23 @@ class Gathering:
                 raise JoinError(self._who_came()) from None
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 raise self._why_closed() from None
+            except RendezvousStateError as error:  # the store holds what no agent of ours has written
+                raise JoinError(str(error)) from None
             except RendezvousError as error:
                 raise RuntimeError(str(error.__cause__ or error)) from None
-        name = found.store.compare_set("name of the round", "", os.urandom(8).hex()).decode()
+        name = plain.decode(
+            found.store.compare_set("name of the round", "", json.dumps(os.urandom(8).hex())), str, _STORE
+        )
         return f"round/{name}", found.rank, found.world_size
 
     def close(self, exit_code: int) -> None:
         """The run is over, for late nodes too. Whoever serves the store says so, and lets them read it."""
-        state = self._state()
+        from torch.distributed.elastic.rendezvous import RendezvousError
+
+        try:
+            state = self._backend.read()
+        except RendezvousError:  # nobody can be waited for then
+            state = None
         late = len(state.wait_list) + len(state.redundancy_list) if state is not None else 0
         self._store.set("outcome", str(exit_code))
         self._handler.shutdown()
@@ -127,17 +140,13 @@ class Gathering:
                 if self._store.check([f"torch.rendezvous.{self._card.run_id}"]):
                     self._store.compare_set("refused", "", _TORCHRUN.format(self._card.run_id))
                     self._handler.set_closed()
-                state = self._state()
+                state = self._backend.read()
                 if state is not None:
                     self._tell(len(state.participants), bool(state.complete), round(time.monotonic() - started))
                 done.wait(_COUNT_EVERY)
 
-    def _state(self) -> Any:
-        found = self._backend.get_state()
-        return pickle.loads(found[0]) if found is not None else None
-
     def _who_came(self) -> str:
-        state = self._state()
+        state = self._backend.read()
         came = sorted(node.addr for node in state.participants if node.addr != self._card.address) if state else []
         fewest = self._terms.fewest
         text = f"after {self._terms.timeout:g} s {len(came) + 1} of {fewest} nodes {'have' if came else 'has'} come"
@@ -146,10 +155,10 @@ class Gathering:
 
     def _why_closed(self) -> Exception:
         if self._store.check(["refused"]):
-            return JoinError(self._store.get("refused").decode())
+            return JoinError(self._store.get("refused").decode(errors="replace"))
         if not self._store.check(["outcome"]):
             return RuntimeError("the rendezvous was closed without a word")
-        code = int(self._store.get("outcome"))
+        code = plain.decode(self._store.get("outcome"), int, _STORE)
         self._store.add("outcome read", 1)
         return RunOver(code)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx import plain
 from phalanx.diagnose import rank_record
 from phalanx.diagnose.patience import Sighting
 from phalanx.diagnose.rank_record import RankRecord
@@ -30,11 +31,7 @@ class Report:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Report:
         """The opposite of dataclasses.asdict, from JSON."""
-        sightings = (
-            Sighting(**{**one, "waits_in": tuple(one["waits_in"]) if one["waits_in"] else None})
-            for one in fields["sightings"]
-        )
-        return Report(fields["quiet"], tuple(sightings))
+        return plain.fit(fields, Report, "what another node says of its ranks")
 
 
 @dataclass(frozen=True)
@@ -164,4 +161,4 @@ class Court(Hearing):
         self._records[number, node] = [rank_record.from_fields(fields) for fields in records]
 
     def on_announced(self, announcement: Mapping[str, Any]) -> None:
-        self.announced.append(Announcement(**{**announcement, "lines": tuple(announcement["lines"])}))
+        self.announced.append(plain.fit(announcement, Announcement, "what another node announces"))

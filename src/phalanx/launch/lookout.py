@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.errors import ForeignData
 from phalanx.launch.docket import Clerk
 from phalanx.launch.rendezvous import Page, Round
 
@@ -96,6 +97,8 @@ class Lookout:
                     self._look_at_page(page.through(store), page)
                 self._answered_at = time.monotonic()
                 self._closing.wait(BEAT)
+        except ForeignData as error:
+            self.lose_store(str(error).rstrip("."))
         except RuntimeError as error:
             self.lose_store(f"its store does not answer any more ({str(error).splitlines()[0]})")
 
@@ -106,7 +109,7 @@ class Lookout:
             if card.node == self._round.own.node or card.node in self.lost:
                 continue
             if store.check([gone]):
-                self.lose(card.node, store.get(gone).decode())
+                self.lose(card.node, store.get(gone).decode(errors="replace"))
                 continue
             beat = store.get(key) if store.check([key]) else b""
             before, since = seen.get(card.node, (None, now))
@@ -121,7 +124,7 @@ class Lookout:
             self._clerk.look(page.docket)  # the reason to stop may be there, and was before it
         if found is not None:
             self._has_stopped = True
-            self._tell("stop", **found)
+            self._tell("stop", why=found.why, for_good=found.for_good)
         if self._has_handed_in:
             endings = page.handed_in(set(self.lost))
             if endings is not None and self._page is shown:

@@ -15,11 +15,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from phalanx.errors import JoinError
+from phalanx import plain
+from phalanx.errors import ForeignData, JoinError
 from phalanx.launch.docket import Docket
 
 _SLICE = 1.0
 _LOOK_EVERY = 0.05
+_MOST_RANKS = 1 << 16
+"""Of one node."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,32 @@ def within(store: Any, name: str) -> Any:
     return PrefixStore(name, store)
 
 
+@dataclass(frozen=True)
+class Stop:
+    """Why an attempt has to end, and whether there is to be no other."""
+
+    why: str
+    for_good: bool
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """On all nodes of a round; without an error they belong together."""
+
+    error: str | None = None
+    missing: bool = False
+
+
+_STORE = "the store where the nodes meet"
+
+
+def _card(data: bytes) -> NodeCard:
+    card = plain.decode(data, NodeCard, _STORE)
+    if not 0 < card.nproc <= _MOST_RANKS:
+        raise ForeignData(f"{_STORE} holds a node with {card.nproc} ranks, which no machine has.")
+    return card
+
+
 class NodesMissing(JoinError):
     """Not all nodes of a round have signed in."""
 
@@ -104,12 +133,12 @@ class Book:
         if complaint:
             raise self._rule(complaint)
         if self._store.add("arrived", 1) == own.nnodes:
-            self._store.set("verdict", json.dumps({"ok": True}))
+            self._store.set("verdict", json.dumps(asdict(_Verdict())))
 
     def complaint(self) -> str | None:
         """What this node has that the first one to come has not."""
         own = self._own
-        first = NodeCard(**json.loads(self._store.compare_set("first", "", json.dumps(asdict(own)))))
+        first = _card(self._store.compare_set("first", "", json.dumps(asdict(own))))
         for name, (word, advice) in _MUST_AGREE.items():
             ours, theirs = getattr(own, name), getattr(first, name)
             if ours != theirs:
@@ -131,16 +160,16 @@ class Book:
                     f"{'have' if len(missing) > 1 else 'has'} not come; start the same command there with its "
                     "--node-rank, or wait longer with --rdzv-timeout.",
                 )
-        verdict = json.loads(self._store.get("verdict"))
-        if "error" in verdict:
-            raise (NodesMissing if verdict["missing"] else JoinError)(verdict["error"])
+        verdict = plain.decode(self._store.get("verdict"), _Verdict, _STORE)
+        if verdict.error is not None:
+            raise (NodesMissing if verdict.missing else JoinError)(verdict.error)
         return tuple(self.card(node) for node in range(self._own.nnodes))
 
     def card(self, node: int) -> NodeCard:
-        return NodeCard(**json.loads(self._store.get(f"card/{node}")))
+        return _card(self._store.get(f"card/{node}"))
 
     def _rule(self, text: str, kind: type[JoinError] = JoinError) -> JoinError:
-        self._store.set("verdict", json.dumps({"error": text, "missing": kind is NodesMissing}))
+        self._store.set("verdict", json.dumps(asdict(_Verdict(text, kind is NodesMissing))))
         return kind(text)
 
 
@@ -174,16 +203,16 @@ class Page:
     def where(self, seconds: float) -> tuple[str, int] | None:
         if not wait_for(self._store, self._key("master"), seconds):
             return None
-        address, port = json.loads(self._store.get(self._key("master")))
-        return address, port
+        return plain.decode(self._store.get(self._key("master")), tuple[str, int], _STORE)
 
     def stop(self, why: str, for_good: bool) -> None:
         """Tells all nodes to end this attempt, and not to try another. The first reason is the one that counts."""
-        self._store.compare_set(self._key("stop"), "", json.dumps({"why": why, "for_good": for_good}))
+        self._store.compare_set(self._key("stop"), "", json.dumps(asdict(Stop(why, for_good))))
 
-    def stopped(self) -> dict[str, Any] | None:
+    def stopped(self) -> Stop | None:
         """The reason to stop, if there is one."""
-        return json.loads(self._store.get(self._key("stop"))) if self._store.check([self._key("stop")]) else None
+        key = self._key("stop")
+        return plain.decode(self._store.get(key), Stop, _STORE) if self._store.check([key]) else None
 
     @property
     def docket(self) -> Docket:
@@ -198,7 +227,10 @@ class Page:
         there = {node for node in range(self._nodes) if self._store.check([self._key(f"endings/{node}")])}
         if len(there | lost) < self._nodes:
             return None
-        return {node: json.loads(self._store.get(self._key(f"endings/{node}"))) for node in sorted(there)}
+        return {
+            node: plain.decode(self._store.get(self._key(f"endings/{node}")), list[dict[str, Any]], _STORE)
+            for node in sorted(there)
+        }
 
     def sign_as_read(self, lost: int) -> None:
         """This node knows how all have ended; ``lost`` nodes will never say so."""

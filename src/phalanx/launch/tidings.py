@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx import plain
 from phalanx.diagnose.conditions import Conditions
 from phalanx.status import Window
 
@@ -36,14 +37,22 @@ class Tidings:
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Tidings:
-        phases = fields["phases"]
-        return Tidings(
-            fields["host"],
-            {
-                int(rank): tuple(
-                    Window(updates, dict(zip(phases, seconds, strict=True))) for updates, *seconds in found
-                )
-                for rank, found in fields["windows"].items()
-            },
-            {int(rank): Conditions(**found) for rank, found in fields["conditions"].items()},
-        )
+        found = plain.fit(fields, _Sent, "what another node says of the pace of its ranks")
+        windows = {
+            rank: tuple(
+                Window(int(updates), dict(zip(found.phases, seconds, strict=False))) for updates, *seconds in rows
+            )
+            for rank, rows in found.windows.items()
+        }
+        return Tidings(found.host, windows, found.conditions)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """As it is written."""
+
+    host: str
+    phases: tuple[str, ...]
+    windows: Mapping[int, tuple[tuple[float, ...], ...]]
+    """Of each window the number of its last step, and the seconds of each phase."""
+    conditions: Mapping[int, Conditions]

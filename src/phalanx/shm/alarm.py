@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import join
+from phalanx import join, plain
 from phalanx.shm import failures
 
 _KEY = "failure"
@@ -77,4 +77,4 @@ def encode(error: Exception) -> bytes:
 
 
 def decode(data: bytes | bytearray) -> Exception:
-    return failures.by_name(*json.loads(data))
+    return failures.by_name(*plain.decode(data, tuple[str, str], "what another rank says of a failure"))

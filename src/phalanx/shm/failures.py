@@ -127,6 +127,8 @@ def aborted(names: Names, finder: int, number: int | None = None) -> CollectiveA
 def by_name(kind: str, text: str) -> Exception:
     """The exception that another process has described."""
     kinds = {found.__name__: found for found in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted)}
+    if kind not in kinds:
+        raise errors.ForeignData(f"what another rank says of a failure is of the unknown kind {kind!r:.50}.")
     return kinds[kind](text)
 
 

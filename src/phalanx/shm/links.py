@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import selectors
 import socket
@@ -18,8 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import join
-from phalanx.errors import JoinError
+from phalanx import join, plain
+from phalanx.errors import ForeignData, JoinError
 from phalanx.shm import alarm, failures
 from phalanx.shm.failures import Names
 from phalanx.shm.nodes import Nodes
@@ -29,6 +30,7 @@ _HEADER = struct.Struct("<BI")
 _WORD, _FAILURE, _FAREWELL = range(3)
 _HELLO = struct.Struct("<16sI")
 """A secret that only ranks of the group can read in the store, and the caller's node."""
+_SECRET = re.compile("[0-9a-f]{32}")
 _READ_BYTES = 1 << 18
 _ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2, socket.TCP_USER_TIMEOUT: 15_000}
 """A host that is gone without a word is noticed after 15 s (the last is in milliseconds): later than by the agents of
@@ -222,7 +224,7 @@ def _connect_all(store: Any, nodes: Nodes, address: str, timeout: float) -> dict
                 raise JoinError(f"node {nodes.here} waited {timeout:g} s for the leaders of nodes {missing}.") from None
             on_error.callback(connection.close)
             caller = _identify(connection, secret)
-            if caller is not None:
+            if caller is not None and nodes.here < caller < nodes.count and caller not in found:
                 found[caller] = connection
         on_error.pop_all()
     return found
@@ -232,7 +234,10 @@ def _call(store: Any, node: int, caller: int, deadline: float) -> socket.socket:
     while not join.wait_for(store, f"leader/{node}", min(_STORE_SLICE, deadline - time.monotonic())):
         if time.monotonic() > deadline:
             raise JoinError(f"the leader of node {node} did not come while the group was being formed.")
-    address, port, secret = json.loads(store.get(f"leader/{node}"))
+    source = "the store of the group"
+    address, port, secret = plain.decode(store.get(f"leader/{node}"), tuple[str, int, str], source)
+    if not _SECRET.fullmatch(secret):
+        raise ForeignData(f"{source} holds a secret of node {node} that phalanx did not write there.")
     try:
         connection = socket.create_connection((address, port), timeout=max(0.01, deadline - time.monotonic()))
         connection.sendall(_HELLO.pack(bytes.fromhex(secret), caller))

@@ -30,6 +30,12 @@ _PIECE = 1 << 20
 """Bytes that are sent at a time: a timeout counts from the last of them."""
 
 
+def _process_behind(line: socket.socket) -> int | None:
+    """The pid at the other end, as the kernel says; None for a process of another user."""
+    pid, uid, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid if uid == os.geteuid() else None
+
+
 class Messages:
     """The messages of one rank in one group."""
 
@@ -157,6 +163,9 @@ class _Traffic:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._lines_out[peer] = line
         line.connect("\0" + self._addresses[peer])  # at once: there is room for every rank in the queue
+        if _process_behind(line) != self._names.pids[peer]:  # the address comes from the store
+            line.close()
+            raise ConnectionRefusedError
         return line
 
     # ---- in
@@ -168,8 +177,8 @@ class _Traffic:
             except BlockingIOError:
                 return
             line.setblocking(False)
-            pid, _, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-            if pid not in self._names.pids:  # any process of the machine can connect
+            pid = _process_behind(line)
+            if pid is None or pid not in self._names.pids:  # any process of the machine can connect
                 line.close()
                 continue
             source = self._names.pids.index(pid)

@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx import join
-from phalanx.errors import JoinError, PeerLost, UsageError
+from phalanx import join, plain
+from phalanx.errors import ForeignData, JoinError, PeerLost, UsageError
 from phalanx.join import Claim
 from phalanx.shm import failures, native
 from phalanx.shm.failures import Names
 
+_FILE = "phalanx-shm"
 _LARGEST_SLOT = 1 << 20
 _SMALLEST_SLOT = 1 << 17
 _ALL_SLOTS = 16 << 20
@@ -58,7 +59,7 @@ class Segment:
         self._bytes = self._lib.phx_segment_bytes(size, slot)
         with contextlib.ExitStack() as stack:
             if rank == 0:
-                fd = os.memfd_create("phalanx-shm")
+                fd = os.memfd_create(_FILE)
                 stack.callback(os.close, fd)
                 os.ftruncate(fd, self._bytes)
                 self._map(fd)
@@ -139,17 +140,30 @@ def _await_file(store: Any, owner: Claim, timeout: float) -> int:
             raise PeerLost(f"{owner} ended while the group was being formed.")
         if time.monotonic() > deadline:
             raise JoinError(f"{owner} has not made the memory of the group within {timeout:g} s.")
-    return int(store.get("segment"))
+    return plain.decode(store.get("segment"), int, "the store of the group")
 
 
 def _open(owner: Claim, fd: int) -> int:
+    """Both numbers come from the store: they must lead to a memory file that a process of this user has made."""
     path = f"/proc/{owner.pid}/fd/{fd}"
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # nothing happens to whatever it is
+        try:
+            return _checked(found, path)
+        finally:
+            os.close(found)
     except FileNotFoundError:
         raise PeerLost(f"{owner} ended while the group was being formed.") from None
     except OSError as error:
         raise JoinError(f"{path} cannot be opened ({error.strerror}); do all ranks run as the same user?") from None
+
+
+def _checked(found: int, path: str) -> int:
+    own = f"/proc/self/fd/{found}"
+    is_memory = os.readlink(own).startswith(f"/memfd:{_FILE} ")  # noqa: PTH115
+    if not is_memory or os.fstat(found).st_uid != os.geteuid():
+        raise ForeignData(f"{path} is not the memory of the group; somebody else can write to the store.")
+    return os.open(own, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _watch(claim: Claim) -> int:

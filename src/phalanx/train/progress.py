@@ -6,15 +6,16 @@ leaves its loop early disturbs nobody.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 from statistics import mean
-from typing import Any
 
-from phalanx import attempt
+from phalanx import attempt, plain
+from phalanx.errors import ForeignData
 from phalanx.train.log import Sums
 from phalanx.world import World
 
@@ -76,9 +77,11 @@ class Board:
         try:
             for rank in range(self._world.size):
                 if rank != self._world.rank and self._store.check([self._key(rank)]):
-                    number, fields = json.loads(self._store.get(self._key(rank)))
-                    if number == self._number:
-                        found[rank] = _report(fields)
+                    data = self._store.get(self._key(rank))
+                    with contextlib.suppress(ForeignData):  # a line about progress is no reason to stop training
+                        number, report = plain.decode(data, tuple[int, Report], "the store of the run")
+                        if number == self._number:
+                            found[rank] = report
         except dist.DistError:  # as above
             self._store = None
         return found
@@ -107,11 +110,6 @@ class Board:
 
     def _end_key(self, rank: int) -> str:
         return f"phalanx/track/{rank}/end of {self._number}"
-
-
-def _report(fields: dict[str, Any]) -> Report:
-    fields["logged"] = {name: (total, count) for name, (total, count) in fields["logged"].items()}
-    return Report(**fields)
 
 
 def describe(reports: dict[int, Report], own: Report, total: int | None) -> str:
