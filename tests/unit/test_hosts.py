@@ -6,12 +6,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from phalanx import secret
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import boot, dryrun, hosts, luggage, muster, options, reach, wire
 from phalanx.launch.outpost import Outpost
@@ -270,10 +272,19 @@ def test_why_a_way_is_lost(kind: str, code: int, said: list[str], sentence: str)
     assert sentence in reach.Way(Host("n"), kind, ()).why_lost(code, said)
 
 
-def test_messages_among_lines() -> None:
-    """In any pieces, behind a greeting, and behind a line that has no end."""
+@pytest.fixture
+def run_secret() -> Iterator[None]:
+    before = secret.text()
+    secret.keep("11" * 32)
+    yield
+    secret.keep(before)
+
+
+def test_messages_among_lines(run_secret: None) -> None:
+    """In any pieces, behind a greeting, and behind a line that has no end; never what was not sealed."""
     message = wire.marked(say="a\nb", topic="")
-    text = b"Welcome!\n" + wire.marked(hello=1) + b"[rank 0] one\nhalf" + message + b"\x1ephalanx\x1e no\n[rank 0] two"
+    foreign = b'\x1ephalanx\x1e no\n\x1ephalanx\x1e[]\n\x1ephalanx\x1e{"ended": 0}\n[rank 0] two'
+    text = b"Welcome!\n" + wire.marked(hello=1) + b"[rank 0] one\nhalf" + message + foreign
     for size in (1, 3, 7, len(text)):
         heard: list[dict[str, Any]] = []
         sieve = wire.Sieve(heard.append)
@@ -284,7 +295,7 @@ def test_messages_among_lines() -> None:
         kept += sieve.finish()
         assert heard == [{"hello": 1}, {"say": "a\nb", "topic": ""}]
         if size < len(text):
-            assert kept == b"[rank 0] one\nhalf\n\x1ephalanx\x1e no\n[rank 0] two\n"
+            assert kept == b"[rank 0] one\nhalf\n" + foreign + b"\n"
 
 
 def outpost(name: str, node: int, kind: str, **hello: Any) -> Outpost:
@@ -318,6 +329,6 @@ def test_whether_they_fit() -> None:
         muster.compare([*same, outpost("c", 2, "ssh", Python="3.9", phalanx="2")])
 
 
-def test_what_an_agent_says() -> None:
+def test_what_an_agent_says(run_secret: None) -> None:
     assert wire.spoken(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
     assert wire.spoken(["one", " two"], "verdict", "n1").startswith(wire.MARK)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx import secret
 from phalanx.errors import LaunchError
 from phalanx.launch import luggage, muster, wire
 from phalanx.launch.console import Console
@@ -37,12 +38,14 @@ def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *
     ``is_launch``: it is to be read as ``python -m phalanx.launch`` reads it.
     """
     assert spec.fleet is not None
+    secret.make()
     order = {
         "argv": list(argv),
         "launch": is_launch,
         "directory": str(Path.cwd()),
         "environment": luggage.pack(environ, spec.fleet.export),
         "nnodes": len(spec.fleet.hosts),
+        "secret": secret.text(),
     }
     return _Conductor(spec, spec.fleet, order).run()
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx import secret
 from phalanx.errors import LaunchError
 from phalanx.launch import boot
 from phalanx.launch.channel import Channel
@@ -83,6 +84,7 @@ class Nursery:
             "script_directory": script_directory,
             "token": self.token,
             "with_nodes": with_nodes,
+            "secret": secret.text(),
             # The parent-death signal is bound to the thread that forks, not to the process.
             "die_with": os.getpid() if threading.current_thread() is threading.main_thread() else 0,
         }

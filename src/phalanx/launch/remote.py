@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from phalanx import secret
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import network, options, program, wire
 from phalanx.launch.spec import LaunchSpec
@@ -29,6 +30,7 @@ def main() -> None:
     order = lifeline.next_message()
     if order is None:
         sys.exit(1)
+    secret.keep(order["secret"])
     try:
         spec = _prepare(order)
         _tell(hello=_hello(order, spec))

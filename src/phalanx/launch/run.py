@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx import events, ports
+from phalanx import events, ports, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch import network, numa, program
 from phalanx.launch.devices import thread_setting, visible_cards
@@ -32,6 +32,8 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     spec = _bind(spec, environ)
     _raise_file_limit(spec)
     route = find_route(spec)
+    if route is None:
+        secret.make()
     with contextlib.ExitStack() as stack:
         listener = _listener(spec, route)
         if listener is not None:

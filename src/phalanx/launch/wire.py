@@ -1,7 +1,8 @@
 """What crosses the connection between the conductor and a remote: a JSON object a line.
 
-Towards the conductor they stand among the lines of the ranks, on standard error, and are known by their mark; a login
-shell may have printed something before them.
+Towards the conductor they stand among the lines of the ranks, on standard error; a login shell may have printed
+something before them. They are known by their mark and by the seal behind it, which needs the run's secret: whatever
+else the ranks print, it is only ever a line of theirs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phalanx import secret
 from phalanx.launch.logs import LineCutter
 
 MARK = b"\x1ephalanx\x1e"
@@ -27,7 +29,8 @@ def line(**fields: Any) -> bytes:
 
 def marked(**fields: Any) -> bytes:
     """Towards the conductor."""
-    return MARK + line(**fields)
+    message = line(**fields)
+    return MARK + secret.seal(message) + message
 
 
 def spoken(lines: Sequence[str], topic: str, node: str | None) -> bytes:
@@ -76,9 +79,8 @@ class Sieve(LineCutter):
         return kept
 
     def _understands(self, message: bytes) -> bool:
-        try:
-            fields = json.loads(message)
-        except ValueError:  # a program that prints our mark
+        given, content = message[: secret.SEAL_CHARACTERS], message[secret.SEAL_CHARACTERS :]
+        if not secret.is_sealed(content, given):  # a program that prints our mark
             return False
-        self._hear(fields)
+        self._hear(json.loads(content))
         return True

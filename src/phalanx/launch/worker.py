@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from phalanx import notices, status
+from phalanx import notices, secret, status
 from phalanx.events import ErrorRecord, Frame
 from phalanx.launch import boot, hindsight, orphans, torch_hook
 from phalanx.launch.channel import anonymous_file
@@ -94,7 +94,7 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
         os._exit(127)
     note = anonymous_file("worker")
     with os.fdopen(os.dup(note), "w") as file:
-        json.dump(dataclasses.asdict(spec), file)
+        json.dump({"worker": dataclasses.asdict(spec), "secret": secret.text()}, file)
     for fd in (note, *fds):
         os.set_inheritable(fd, True)
     os.execv(sys.executable, boot.command(f"phalanx.launch.worker.main({[note, *fds]})"))
@@ -107,7 +107,9 @@ def main(fds: list[int]) -> None:
         os.set_inheritable(fd, False)
     os.lseek(note, 0, os.SEEK_SET)
     with os.fdopen(note) as file:
-        spec = WorkerSpec.from_fields(json.load(file))
+        given = json.load(file)
+    secret.keep(given["secret"])
+    spec = WorkerSpec.from_fields(given["worker"])
     torch_hook.install_on_import()
     run(spec, report, rest)
 

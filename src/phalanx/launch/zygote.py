@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx import secret
 from phalanx.launch import keeper, orphans, sacrifice, torch_hook, worker
 from phalanx.launch.channel import Channel
 from phalanx.launch.disguise import Disguise
@@ -37,6 +38,7 @@ def main(fd: int, fresh: frozenset[str]) -> None:
     if received is None:
         os._exit(0)
     setup, fds = received
+    secret.keep(setup["secret"])
     zygote = _Zygote(channel, disguise, setup, handlers)
     try:
         child = zygote.live(fds)
