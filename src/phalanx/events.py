@@ -32,8 +32,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phalanx import plain, run_files
 from phalanx.env import PET_PREFIX
-from phalanx.errors import LaunchError, UsageError
+from phalanx.errors import ForeignData, LaunchError, UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,38 +148,33 @@ class Ending:
 def new_run_directory(base: Path, run_id: str) -> Path:
     """Makes ``base/run_id`` for this user alone; ``base/latest`` points at it."""
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        ignore = base / ".gitignore"
-        if not any(base.iterdir()):
-            ignore.write_text("*\n")
-        directory = _first_free(base, run_id)
+        at = run_files.open_base(base)
+        try:
+            if not os.listdir(at):  # noqa: PTH208
+                ignore = os.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at)
+                os.write(ignore, b"*\n")
+                os.close(ignore)
+            name = _first_free(at, run_id)
+            run_files.point(at, name, "latest")
+        finally:
+            os.close(at)
     except OSError as error:
         raise LaunchError(
             f"cannot write the run directory {base / run_id}: {error.strerror}. Give another place with --log-dir."
         ) from None
-    _point_latest(base, directory)
-    return directory.absolute()
+    return (base / name).absolute()
 
 
-def _first_free(base: Path, run_id: str) -> Path:
+def _first_free(base: int, run_id: str) -> str:
     """Two containers may share the directory and have the same pid in the same second."""
     for number in itertools.count():
-        directory = base / (f"{run_id}-{number}" if number else run_id)
+        name = f"{run_id}-{number}" if number else run_id
         try:
-            directory.mkdir(mode=0o700)
-            return directory
+            os.mkdir(name, 0o700, dir_fd=base)
         except FileExistsError:
             continue
+        return name
     raise AssertionError("the numbers never end")
-
-
-def _point_latest(base: Path, directory: Path) -> None:
-    aside = base / f".latest-{os.getpid()}"
-    try:
-        aside.symlink_to(directory.name)
-        aside.replace(base / "latest")
-    except OSError:  # a file system without links: the directory is printed anyway
-        aside.unlink(missing_ok=True)
 
 
 def find_run(text: str | None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -210,7 +206,9 @@ def _latest(base: Path) -> Path | None:
     """Of the runs below it, by the link, or where there can be none by the names, which begin with the date."""
     latest = base / "latest"
     if latest.is_symlink() and (latest / RUN_FILE).exists():
-        return base / latest.readlink()
+        name = latest.readlink()
+        if len(name.parts) == 1:  # as we make it; any other leads out of here
+            return base / name
     runs = sorted(path.parent for path in base.glob(f"[0-9]*/{RUN_FILE}"))
     return runs[-1] if runs else None
 
@@ -221,18 +219,8 @@ def new_run_id() -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all: written aside, then renamed."""
-    import tempfile
-
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        try:
-            json.dump(content, file, indent=2, default=str)
-            file.write("\n")
-            file.flush()
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+    """Whole or not at all."""
+    run_files.write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
 
 
 def error_path(run_directory: Path, rank: int) -> Path:
@@ -253,24 +241,12 @@ def rank_events_path(run_directory: Path, rank: int) -> Path:
 
 def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:
     """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
-    return ErrorRecord(**{**fields, "frames": tuple(Frame(**frame) for frame in fields["frames"])})
+    return plain.fit(fields, ErrorRecord, "what a rank reports of its error")
 
 
 def ending_from_fields(fields: dict[str, Any]) -> Ending:
     """The same for an Ending."""
-    error = fields["error"]
-    return Ending(
-        **{
-            **fields,
-            "error": None if error is None else error_from_fields(error),
-            "tail": tuple(fields["tail"]),
-            "crash": tuple(Frame(**frame) for frame in fields["crash"]),
-            "native": tuple(NativeFrame(**frame) for frame in fields["native"]),
-            "called": Frame(**fields["called"]) if fields["called"] else None,
-            "out_of_memory": OutOfMemory(**fields["out_of_memory"]) if fields["out_of_memory"] else None,
-            "shared_memory": SharedMemory(**fields["shared_memory"]) if fields["shared_memory"] else None,
-        }
-    )
+    return plain.fit(fields, Ending, "the record of a rank's end")
 
 
 class EventLog:
@@ -280,7 +256,7 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = run_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -296,7 +272,7 @@ class EventLog:
 def is_being_written(path: Path) -> bool:
     """Whether the process that writes this event file lives, whatever its pid and whoever has that by now."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = run_files.open_to_read(path)
     except FileNotFoundError:
         return False
     try:
@@ -315,10 +291,10 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """All that stand in it; of a disk that was full the last one may be cut off, and is left out."""
     found = []
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = run_files.read(path).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return found
     for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
+        with contextlib.suppress(ForeignData):
+            found.append(plain.decode(line, dict[str, Any], str(path)))
     return found

@@ -52,7 +52,8 @@ TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE
 VIRTUAL_ENV
 """.split()
 
-HALLWAY = {"arguments", "attempt", "seeds", "env", "errors", "events", "notices", "ports", "status", "stores"}
+HALLWAY = {"arguments", "attempt", "env", "errors", "events", "notices", "plain", "ports", "run_files", "secret", "seeds"}
+HALLWAY |= {"status", "stores"}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
@@ -75,8 +76,11 @@ EDGES = {
     "launch": {"diagnose", "cli", "cluster"},
     "notices": set(),
     "parallel": {"backends", "diagnose", "world"},  # diagnose only for the words about gradients that are missing
+    "plain": set(),
     "ports": set(),
     "recorder": set(),
+    "run_files": set(),
+    "secret": set(),
     "seeds": set(),
     "shm": {"join"},
     "status": set(),
@@ -90,7 +94,7 @@ WITHOUT_TORCH_IN_CHECKPOINT = {"command", "local", "manifest", "place", "remote"
 """What ls and verify need."""
 
 # spawn only to raise mp.spawn's own exceptions; rendezvous and elastic in the keeper alone
-TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic"}
+TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic", "elastic_state"}
 
 
 def test_public_names() -> None:

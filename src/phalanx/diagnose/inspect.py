@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phalanx import events, status
+from phalanx import events, plain, run_files, status
 from phalanx.arguments import Parser
 from phalanx.diagnose import conditions, processes, standing
 from phalanx.diagnose.dossier import stack_lines
@@ -68,7 +68,9 @@ def main(argv: list[str], stacks_of: Stacks) -> int:
     directory = events.find_run(arguments.run)
     view = inspect(directory, arguments.seconds)
     if arguments.stacks:
-        living = {one.rank: one.pid for one in view.rows if one.is_alive}
+        living = {
+            one.rank: one.pid for one in view.rows if one.is_alive and _may_be_asked(directory, one.rank, one.pid)
+        }
         view = dataclasses.replace(view, stacks=stacks_of(living, directory))
     print(json.dumps(as_json(view), indent=1) if arguments.json else "\n".join(lines(view)))
     return 0
@@ -106,7 +108,7 @@ def _seconds(text: str) -> float:
 
 def inspect(directory: Path, seconds: float) -> View:
     """Looks twice, so many seconds apart, if there is anybody to be looked at."""
-    run = json.loads((directory / events.RUN_FILE).read_text())
+    run = _json(directory / events.RUN_FILE)
     is_here = run["host"] == socket.gethostname()
     before = _look(directory, is_here)
     if not before:
@@ -177,6 +179,14 @@ def _ending(event: Mapping[str, Any]) -> str:
         return f"signal {event['signal']}"
 
 
+def _may_be_asked(directory: Path, rank: int, pid: int) -> bool:
+    """Whoever wrote the page must own the process: a page can name any, and asking sends it a signal."""
+    try:
+        return status.status_path(directory, rank).lstat().st_uid == Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return False
+
+
 def _after_asking(
     directory: Path, before: Mapping[int, RankLook], after: Mapping[int, RankLook]
 ) -> dict[int, RankLook]:
@@ -185,6 +195,7 @@ def _after_asking(
         rank
         for rank, look in after.items()
         if look.process is not None
+        and _may_be_asked(directory, rank, look.status.pid)
         and look.process.state not in "Tt"  # it would not answer
         and look.status.groups
         and look.status.open_collective is None
@@ -205,7 +216,7 @@ def _after_asking(
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return plain.decode(run_files.read(path), dict[str, Any], str(path))
     except FileNotFoundError:
         return {}
 

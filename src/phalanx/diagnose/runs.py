@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx import events, status
-from phalanx.errors import UsageError
+from phalanx import events, plain, run_files, status
+from phalanx.errors import ForeignData, UsageError
 from phalanx.status import Status
 
 _TAIL_BYTES = 8192
@@ -80,6 +79,18 @@ def _last_heard(directory: Path, noted: Sequence[Mapping[str, Any]], started: fl
 
 def load(directory: Path) -> Run:
     """Reads what there is."""
+    try:
+        return _load(directory)
+    except (KeyError, TypeError, ValueError, AttributeError, ForeignData) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{directory} cannot be read: its files are not as phalanx writes them; "
+            "give a directory that this version of `phalanx run` has made."
+        ) from None
+
+
+def _load(directory: Path) -> Run:
     order = _json(directory / events.RUN_FILE)
     report = _json(directory / events.REPORT_FILE) if (directory / events.REPORT_FILE).exists() else None
     log = directory / events.AGENT_EVENTS
@@ -106,8 +117,8 @@ def load(directory: Path) -> Run:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return plain.decode(run_files.read(path), dict[str, Any], str(path))
+    except (OSError, ForeignData) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise UsageError(f"{path} cannot be read: {reason}; the directory is no whole run directory.") from None
 
@@ -146,9 +157,7 @@ def last_lines(directory: Path, rank: int, count: int) -> list[str]:
     """Of a rank's log; none when there is no log here, as for a rank of another node."""
     path = events.log_path(directory, rank)
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+        text = run_files.read(path, max(0, path.stat().st_size - _TAIL_BYTES)).decode(errors="replace")
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import events, status
+from phalanx import events, run_files, status
 from phalanx.launch.console import Console
 from phalanx.launch.member import Member, new_member
 from phalanx.launch.pumps import Pumps
@@ -35,7 +36,8 @@ class Crew:
         for place in places:
             # What an earlier attempt has written would be taken for this one's until it has written its own.
             for path in (events.error_path(self.directory, place.rank), status.status_path(self.directory, place.rank)):
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
+                    run_files.remove(path)
             member = new_member(spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain)
             environment = worker_environment(self.environ, spec, place, master, attempt, run, self.interface)
             cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from phalanx import stores
+from phalanx import run_files, stores
 from phalanx.errors import PhalanxError
 from phalanx.events import KEEPER_LOG
 from phalanx.launch.channel import Channel
@@ -182,5 +182,7 @@ def _move_stderr() -> None:
     """torch writes about every host without a name and every connection that ends; that is for a file."""
     directory = os.environ.get("PHALANX_RUN_DIR")
     if directory is not None:
-        with contextlib.suppress(OSError), (Path(directory) / KEEPER_LOG).open("ab") as log:
-            os.dup2(log.fileno(), 2)
+        with contextlib.suppress(OSError):
+            log = run_files.open_file(Path(directory) / KEEPER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 2)
+            os.close(log)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx import run_files
 from phalanx.launch.console import Console
 
 _PIPE_SIZE = 1 << 18  # of two pipes a rank; more would soon meet the limit the kernel sets for a user
@@ -84,13 +85,13 @@ def _after_returns(line: bytes) -> bytes:
 class LogFile:
     """A file for each rank that never stops the run: a full disk is said once and the console goes on."""
 
-    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, complain: Callable[[str], None], directory: Path | None = None) -> None:
+        """``directory``: the run directory, if that is not the file's own."""
         self._path = path
         self._complain = complain
         self._fd: int | None = None
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it meanwhile
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._fd = run_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, directory)
         except OSError as error:
             complain(f"cannot write {path}: {error.strerror}. There is no log there, the run goes on.")
 

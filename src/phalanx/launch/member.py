@@ -161,7 +161,7 @@ def new_member(
         redirected = spec.redirects.get(local_rank, 0) & stream
         if redirected or spec.tee.get(local_rank, 0) & stream:
             directory = run_directory / f"attempt_{attempt}" / str(local_rank)
-            files.append(LogFile(directory / _STREAMS[stream], complain))
+            files.append(LogFile(directory / _STREAMS[stream], complain, run_directory))
             logs.append(files[-1])
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
         if shown and (texts := spec.duplicate_filters.get(stream)):

@@ -13,6 +13,7 @@ from typing import Any
 from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict
+from phalanx.errors import LaunchError
 from phalanx.launch.spec import LaunchSpec
 
 
@@ -21,7 +22,10 @@ class Record:
 
     def __init__(self, directory: Path, say: Callable[[list[str]], None]) -> None:
         self._directory, self._say = directory, say
-        self._log = events.EventLog(directory / events.AGENT_EVENTS)
+        try:
+            self._log = events.EventLog(directory / events.AGENT_EVENTS)
+        except OSError as error:
+            raise LaunchError(f"cannot write the run directory {directory}: {error.strerror}.") from None
         self._started = time.time()
         self._restarts: list[dict[str, Any]] = []
         self.host = socket.gethostname()

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import status
+from phalanx import run_files, status
 from phalanx.diagnose import stacks
 from phalanx.diagnose.stacks import Thread
 from phalanx.launch import vitals
@@ -141,9 +141,7 @@ def _size(file: Path) -> int:
 
 def _tail(file: Path, begin: int) -> str:
     try:
-        with file.open("rb") as opened:
-            opened.seek(begin)
-            return opened.read().decode(errors="replace")
+        return run_files.read(file, begin).decode(errors="replace")
     except OSError:
         return ""
 

@@ -5,11 +5,13 @@ It is called from the agent's loop. What takes time (asking ranks for their stac
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from phalanx import run_files
 from phalanx.diagnose.dossier import dossier
 from phalanx.diagnose.hang import Hang, find_hang
 from phalanx.diagnose.hang_words import go_on, headline, verdict_lines
@@ -193,8 +195,9 @@ class StallWatch:
         taken = len(list(self._directory.glob("stall-*.txt")))  # by attempts before this one, too
         name = f"stall-{taken + 1}.txt"
         try:
-            (self._directory / name).touch(mode=0o600)  # as everything there
-            (self._directory / name).write_text(dossier(records, lines), errors="replace")
+            fd = run_files.open_file(self._directory / name, os.O_WRONLY | os.O_CREAT)
+            with os.fdopen(fd, "w", errors="replace") as file:
+                file.write(dossier(records, lines))
         except OSError as error:
             return f"the stacks could not be written ({error.strerror})"
         what = f"what could be found out ({self._trouble})" if self._trouble else "all stacks"

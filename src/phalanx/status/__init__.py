@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from phalanx import run_files
 from phalanx.status import layout
 from phalanx.status.layout import PHASES
 from phalanx.status.page import StatusPage
@@ -85,9 +86,7 @@ def begin(directory: Path, rank: int, world_size: int) -> None:
         _own = None
         return
     with contextlib.suppress(OSError):
-        fd = out_of_the_way(
-            os.open(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        )
+        fd = out_of_the_way(run_files.open_file(stacks_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         # Not of all threads: others may run on while a signal handler reads their stacks, and crash it. The file stays
         # open as long as the process.
         faulthandler.register(STACK_SIGNAL, file=fd, all_threads=False)

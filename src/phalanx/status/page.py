@@ -17,6 +17,7 @@ from sys import _getframe
 from time import time
 from typing import Any
 
+from phalanx import run_files
 from phalanx.status import layout
 from phalanx.status.layout import (
     BLOCKED,
@@ -57,7 +58,7 @@ class StatusPage:
     """Of this process."""
 
     def __init__(self, path: Path, rank: int = 0, world_size: int = 1) -> None:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = run_files.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             # A store into memory that a full disk cannot hold would kill us, so its blocks are taken now.
             (os.posix_fallocate if hasattr(os, "posix_fallocate") else _lengthen)(fd, 0, layout.PAGE_BYTES)

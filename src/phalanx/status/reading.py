@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ from pathlib import Path
 from struct import Struct
 from typing import Any
 
+from phalanx import plain, run_files
 from phalanx.status import layout
 
 _TRIES = 100
+_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -126,21 +129,25 @@ def read(path: Path) -> Status | None:
     """What stands in the page; None when there is none, or none of ours."""
     for _ in range(_TRIES):
         try:
-            page, again = _Page(path.read_bytes()), _Page(path.read_bytes())
-        except FileNotFoundError:
+            page, again = (_Page(run_files.read(path, most=layout.PAGE_BYTES)) for _ in range(2))
+        except PermissionError:
+            raise
+        except OSError:  # there is none, or something else has its name
             return None
         if len(page.data) < layout.PAGE_BYTES or page.data[:8] != layout.MAGIC or page.words[1] != layout.VERSION:
             return None
         if page.record(layout.LOOP, layout.LOOP_RECORD, again) is not None:
-            return _parsed(page, again)
+            try:
+                return _parsed(page, again)
+            except (IndexError, ValueError):  # numbers that we do not write
+                return None
     return None  # it died while writing
 
 
 def pulse(path: Path) -> tuple[int, ...] | None:
     """Changes when `Status.progress` does, for those who look all the time. A torn read is a change as well."""
     try:
-        with path.open("rb", buffering=0) as file:
-            data = file.read(layout.RING * layout.WORD)
+        data = run_files.read(path, most=layout.RING * layout.WORD)
     except OSError:
         return None
     if len(data) < layout.RING * layout.WORD or data[:8] != layout.MAGIC:
@@ -165,7 +172,7 @@ def ask_stacks(path: Path, seconds: float) -> bool:
 def _ask(path: Path, word: int, seconds: float) -> bool:
     """The answer is in the next word."""
     with (
-        path.open("r+b") as file,
+        os.fdopen(run_files.open_to_read(path, os.O_RDWR), "r+b") as file,
         mmap.mmap(file.fileno(), layout.PAGE_BYTES) as page,
         memoryview(page) as whole,
         whole.cast("Q") as words,
@@ -182,11 +189,7 @@ def _ask(path: Path, word: int, seconds: float) -> bool:
 
 def from_fields(fields: Mapping[str, Any]) -> Status:
     """The opposite of dataclasses.asdict, from JSON."""
-    groups = tuple(Group(**{**group, "ranks": tuple(group["ranks"])}) for group in fields["groups"])
-    collectives = tuple(
-        Collective(**{**one, "place": Place(**one["place"]) if one["place"] else None}) for one in fields["collectives"]
-    )
-    return Status(**{**fields, "groups": groups, "collectives": collectives})
+    return plain.fit(fields, Status, "the record of a rank")
 
 
 def to_fields(status: Status) -> dict[str, Any]:
@@ -297,6 +300,6 @@ def _spread(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        if first.isdigit() and (not last or last.isdigit()):
+        if first.isdigit() and (not last or last.isdigit()) and int(last or first) < _MOST_RANKS:
             ranks += range(int(first), int(last or first) + 1)
     return tuple(ranks)

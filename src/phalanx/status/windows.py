@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
+from phalanx import run_files
 from phalanx.status import layout
 from phalanx.status.layout import WINDOW, WINDOW_RECORD, WINDOW_STEPS, WINDOW_WORDS, WINDOWS, WORD
 
@@ -76,7 +77,7 @@ class Window:
 def windows(path: Path) -> tuple[Window, ...]:
     """Those that a page still holds, oldest first."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = run_files.open_to_read(path)
     except OSError:
         return ()
     try:

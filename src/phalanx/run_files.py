@@ -1,0 +1,140 @@
+"""Opening the files of a run directory, wherever that lies and whoever can write around it.
+
+A directory of runs may belong to somebody else, or be open to all. So nothing is opened by its whole path: the run
+directory is opened first, it has to be this user's and no link, and its files are opened from there, never through a
+link. Readers look at other users' directories as well; they follow no link, and wait for no pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _NO_LINK
+
+
+def open_file(path: Path, flags: int, directory: Path | None = None) -> int:
+    """Opens a file for this user alone; with O_CREAT the directories on the way are made, should they be missing.
+
+    ``directory``: the run directory, if that is not the file's own.
+    """
+    directory = path.parent if directory is None else directory
+    *parents, name = path.relative_to(directory).parts
+    if flags & os.O_CREAT:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it meanwhile
+    at = _open_own(directory)
+    try:
+        for parent in parents:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(parent, 0o700, dir_fd=at)
+            outer, at = at, os.open(parent, _DIRECTORY | _NO_LINK, dir_fd=at)
+            os.close(outer)
+        return os.open(name, flags | _NO_LINK, 0o600, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all: written aside, then renamed."""
+    aside = f".{path.name}-{os.getpid()}"
+    at = _open_own(path.parent)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(aside, dir_fd=at)  # of a process that was killed, and had this pid
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=at)
+        try:
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+            os.replace(aside, path.name, src_dir_fd=at, dst_dir_fd=at)
+        except BaseException:
+            os.unlink(aside, dir_fd=at)
+            raise
+    finally:
+        os.close(at)
+
+
+def remove(path: Path) -> None:
+    """A file of a run directory, if it is there."""
+    at = _open_own(path.parent)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path.name, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def open_to_read(path: Path, flags: int = 0) -> int:
+    """Raises OSError for everything that is no plain file."""
+    fd = os.open(path, _READ | flags)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "it is no plain file", str(path))
+
+
+def read(path: Path, begin: int = 0, most: int = -1) -> bytes:
+    """The content of a plain file, or so many bytes of it from ``begin`` on."""
+    with os.fdopen(open_to_read(path), "rb", buffering=0) as file:
+        file.seek(begin)
+        return file.read(most) or b""
+
+
+# ---- the directory of all runs
+
+
+def open_base(base: Path) -> int:
+    """The directory of all runs, made if it is missing. One of another user, who could replace what is written there,
+    is none; in one like /tmp, with the sticky bit, at least nobody else can."""
+    base.mkdir(parents=True, exist_ok=True)
+    at = os.open(base, _DIRECTORY)
+    found = os.fstat(at)
+    if found.st_uid == 0 or found.st_mode & stat.S_ISVTX or _is_own(at):
+        return at
+    os.close(at)
+    raise PermissionError(errno.EPERM, _OTHERS.format(found.st_uid), str(base))
+
+
+def point(base: int, name: str, link: str) -> None:
+    """Makes a link there, in place of an older one. Where that cannot be, there is none."""
+    aside = f".{link}-{os.getpid()}"
+    with contextlib.suppress(OSError):  # another user's, or a file system without links
+        os.symlink(name, aside, dir_fd=base)
+        try:
+            os.replace(aside, link, src_dir_fd=base, dst_dir_fd=base)
+        except OSError:
+            os.unlink(aside, dir_fd=base)
+
+
+_OTHERS = "it belongs to another user (uid {}), who can replace what is written there"
+
+
+def _open_own(directory: Path) -> int:
+    at = os.open(directory, _DIRECTORY | _NO_LINK)
+    if _is_own(at):
+        return at
+    owner = os.fstat(at).st_uid
+    os.close(at)
+    raise PermissionError(errno.EPERM, _OTHERS.format(owner), str(directory))
+
+
+def _is_own(at: int) -> bool:
+    """Some file systems give all that root writes to another user, so a new file says who we are there."""
+    owner = os.fstat(at).st_uid
+    if owner == os.geteuid():
+        return True
+    name = f".owner-{os.urandom(8).hex()}"
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=at)
+    except OSError:
+        return False
+    try:
+        return os.fstat(fd).st_uid == owner
+    finally:
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=at)
