@@ -1,0 +1,200 @@
+"""A second user of the machine against a run of the first: no code of theirs runs, no file of the first is written.
+
+Needs root, to be two other users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import ForeignData
+from phalanx.join import Claim
+from phalanx.shm import messages, segment
+from tests.conftest import WITHOUT_TORCH, Runner, free_port
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two other users")
+
+VICTIM, ATTACKER = 12001, 65534
+_ATTACKER = Path(__file__).with_name("attacker.py")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory that every user can enter; pytest's own are root's alone."""
+    directory = Path(tempfile.mkdtemp(prefix="phalanx-attack-"))
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def attack() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the attacker, as the other user; ends it after the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: object) -> subprocess.Popen[str]:
+            command = as_user(ATTACKER, sys.executable, "-I", "-S", str(_ATTACKER), *map(str, arguments))
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.callback(end, process)
+            return process
+
+        yield start
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """What it has said."""
+    return process.communicate()[0] if process.stdin and not process.stdin.closed else ""
+
+
+def as_user(uid: int, *command: str) -> list[str]:
+    """The command, as this user. An interpreter in root's home is shown to it by a mount that only it sees."""
+    become = f'exec setpriv --reuid {uid} --regid {uid} --clear-groups -- "$@"'
+    interpreter = Path(sys.executable).resolve()
+    hidden = next((path for path in reversed(interpreter.parents) if not path.stat().st_mode & 0o001), None)
+    if hidden is None:
+        return ["sh", "-c", become, "sh", *command]
+    inside = hidden / interpreter.relative_to(hidden).parts[0]
+    show = (
+        f"exec 3<{inside} && mount -t tmpfs -o mode=755 none {hidden} && mkdir {inside} && "
+        f"mount --no-canonicalize --bind /proc/self/fd/3 {inside} && exec 3<&- && {become}"
+    )
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", show, "sh", *command]
+
+
+def owned(directory: Path, uid: int, mode: int = 0o755) -> Path:
+    directory.mkdir()
+    os.chown(directory, uid, uid)
+    directory.chmod(mode)
+    return directory
+
+
+def run(cwd: Path, uid: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        as_user(uid, sys.executable, "-m", "phalanx", "run", *arguments),
+        cwd=cwd,
+        env={**os.environ, "HOME": str(cwd)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=40,
+        check=False,
+    )
+
+
+def test_a_pickle_in_the_rendezvous(place: Path, attack) -> None:
+    """torch's dynamic rendezvous would have unpickled it."""
+    home, marker = owned(place / "home", VICTIM), owned(place / "open", ATTACKER, 0o777) / "marker"
+    (home / "train.py").write_text("print('trained')")
+    port = free_port()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel only chooses an address of this machine
+        host = probe.getsockname()[0]
+    attacker = attack("store", host, port, marker, "torch.rendezvous.phalanx")
+    flags = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", "--rdzv-id", "x", "--rdzv-timeout", "20")
+    done = run(home, VICTIM, *WITHOUT_TORCH, "--nnodes", "2:3", *flags, "train.py")
+    assert "overwritten" in end(attacker)
+    assert not marker.exists(), f"code ran as user {marker.read_text()}"
+    assert done.returncode == 1
+    assert "the store where the nodes meet holds what phalanx did not write there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+TRAINING = """
+import time, torch, phalanx as px
+with px.init() as world:
+    model = torch.nn.Linear(4, 2)
+    state = px.State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    with px.Checkpointer("checkpoints") as keeper:
+        for step in range(3):
+            time.sleep(0.3 * world.rank)  # what rank 0 says of its share stays in the store for so long
+            state.step = step
+            keeper.save(state)
+            keeper.wait()
+"""
+
+
+SHARES = r"checkpoint-\d+/(?!turn|.*(outcome|count))"
+
+
+@pytest.mark.parametrize("pattern", [SHARES, "claim|verdict|first|segment"])
+def test_pickles_in_the_store_of_the_ranks(pattern: str, place: Path, attack) -> None:
+    """It is on loopback, where every user of the machine can write to it. They may end the run, and no more."""
+    home, marker = owned(place / "home", VICTIM), owned(place / "open", ATTACKER, 0o777) / "marker"
+    (home / "train.py").write_text(TRAINING)
+    port = free_port()
+    attacker = attack("store", "127.0.0.1", port, marker, pattern)
+    done = run(home, VICTIM, "--nproc-per-node", "2", "--master-port", str(port), "train.py")
+    assert "overwritten" in end(attacker), done.stderr
+    assert not marker.exists(), f"code ran as user {marker.read_text()}"
+    if pattern != SHARES:  # a save may have failed, or not
+        assert done.returncode == 1
+        assert "holds what phalanx did not write there" in done.stderr
+
+
+def test_numbers_that_lead_to_another_users_process(place: Path, attack) -> None:
+    """A pid, a descriptor and an address in the store may be the attacker's; root would be let in everywhere."""
+    precious = place / "precious"
+    precious.write_text("root's own")
+    precious.chmod(0o644)
+    attacker = attack("hold", precious)
+    assert attacker.stdout is not None
+    pid, fd, address = attacker.stdout.readline().split()
+    claim = Claim(0, 2, "here", int(pid), 0.0, "")
+    with pytest.raises(ForeignData, match="is not the memory of the group"):
+        segment._open(claim, int(fd))
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect("\0" + address)
+        assert messages._process_behind(line) is None
+
+
+def test_a_directory_of_runs_that_is_not_ours(place: Path) -> None:
+    base = owned(place / "runs", ATTACKER, 0o777)
+    (place / "train.py").write_text("print('trained')")
+    for uid in (0, VICTIM):
+        done = run(place, uid, *WITHOUT_TORCH, "--log-dir", str(base), "train.py")
+        assert done.returncode == 2, done.stderr
+        assert f"it belongs to another user (uid {ATTACKER})" in done.stderr
+        assert "--log-dir" in done.stderr
+    assert not list(base.iterdir())
+
+
+@pytest.mark.parametrize("uid", [0, VICTIM])
+def test_a_run_directory_that_becomes_a_link(uid: int, place: Path, attack) -> None:
+    """Its base has the sticky bit, which does not bind the base's own owner."""
+    base = owned(place / "runs", ATTACKER, 0o1777)
+    precious = owned(place / "precious", uid, 0o700)
+    (place / "train.py").write_text("import time; print('trained'); time.sleep(0.5)")
+    attacker = attack("swap", base, precious)
+    done = run(place, uid, *WITHOUT_TORCH, "--nproc-per-node", "2", "--log-dir", str(base), "train.py")
+    assert "swapped" in end(attacker)
+    assert not list(precious.iterdir()), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_ranks_print_is_no_message(phalanx: Runner, script, tmp_path: Path) -> None:
+    """One that printed an agent's mark ended the run, and could say that it had ended well."""
+    text = r"""
+    import sys
+    for words in ("[]", '{"ended": 0}', '{"refused": "x"}', '{"say": "y", "topic": "verdict"}', "0" * 32 + "{}"):
+        print("\x1ephalanx\x1e" + words, file=sys.stderr, flush=True)
+    sys.exit(3)
+    """
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')  # to a host that is this machine
+    ssh.chmod(0o755)
+    outcome = phalanx(
+        "run", *WITHOUT_TORCH, "-H", "elsewhere", "--ssh", str(ssh), "--nproc-per-node", "2", script(text)
+    )
+    assert outcome.code == 3
+    assert '\x1ephalanx\x1e{"ended": 0}' in outcome.err
+    assert "Traceback" not in outcome.err
