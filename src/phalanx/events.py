@@ -239,13 +239,8 @@ def rank_events_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"rank-{rank}.events.jsonl"
 
 
-def error_from_fields(fields: dict[str, Any]) -> ErrorRecord:
-    """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
-    return plain.fit(fields, ErrorRecord, "what a rank reports of its error")
-
-
 def ending_from_fields(fields: dict[str, Any]) -> Ending:
-    """The same for an Ending."""
+    """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
     return plain.fit(fields, Ending, "the record of a rank's end")
 
 

@@ -6,18 +6,22 @@ Needs root, to be two other users.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from phalanx.errors import ForeignData
+from phalanx import events, status
+from phalanx.diagnose import inspect, report_command
+from phalanx.errors import ForeignData, UsageError
 from phalanx.join import Claim
 from phalanx.shm import messages, segment
 from tests.conftest import WITHOUT_TORCH, Runner, free_port
@@ -179,6 +183,34 @@ def test_a_run_directory_that_becomes_a_link(uid: int, place: Path, attack) -> N
     assert "swapped" in end(attacker)
     assert not list(precious.iterdir()), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_reading_the_directory_of_another_user(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Root looks at it: nothing is waited for, nobody is asked or signalled, and what is wrong is one sentence."""
+    base = owned(place / "run", ATTACKER)
+    run_file, page = base / events.RUN_FILE, status.status_path(base, 0)
+    for content in ("[]", "{}", '{"host": 1}'):
+        run_file.write_text(content)
+        for main in (report_command.main, lambda argv: inspect.main(argv, no_stacks)):
+            with pytest.raises(UsageError, match=r"cannot be read: |has written what it does"):
+                main([str(base)])
+    run_file.write_text(json.dumps({"host": socket.gethostname(), "started": time.time()}))
+    os.mkfifo(page)
+    with pytest.raises(UsageError, match=r"no rank of .* has written"):
+        inspect.main([str(base)], no_stacks)
+    page.unlink()
+    os.chown(base, 0, 0)
+    status.StatusPage(page)  # of this process, which is root's
+    asked = []
+    for owner in (ATTACKER, 0):
+        os.chown(page, owner, owner)
+        inspect.main([str(base), "--stacks", "--seconds", "0"], lambda pids, _: asked.append(dict(pids)) or {})
+    assert asked == [{}, {0: os.getpid()}]
+    capsys.readouterr()
+
+
+def no_stacks(pids: object, directory: object) -> dict:
+    raise AssertionError("nobody is asked")
 
 
 def test_what_ranks_print_is_no_message(phalanx: Runner, script, tmp_path: Path) -> None:

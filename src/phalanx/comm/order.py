@@ -81,7 +81,7 @@ def _follow(world: World, leader: int, key: str) -> None:
                 raise PeerFailed(f"rank {leader}, which goes first here, has died; see its log.")
     except DistNetworkError:
         raise PeerFailed(f"rank {leader}, which goes first here, took the store with it; see its log.") from None
-    outcome = world.store.get(key).decode()
+    outcome = world.store.get(key).decode(errors="replace")
     if outcome != "done":
         raise PeerFailed(f"rank {leader} went first and failed with {outcome}.")
 

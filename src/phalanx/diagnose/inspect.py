@@ -18,6 +18,7 @@ from phalanx.arguments import Parser
 from phalanx.diagnose import conditions, processes, standing
 from phalanx.diagnose.dossier import stack_lines
 from phalanx.diagnose.report import shorten_path
+from phalanx.diagnose.runs import as_written
 from phalanx.diagnose.stacks import Thread, main_thread
 from phalanx.diagnose.standing import RankLook, Row
 from phalanx.errors import UsageError
@@ -66,7 +67,8 @@ def main(argv: list[str], stacks_of: Stacks) -> int:
     """Entry of ``phalanx inspect``; returns the exit code."""
     arguments = _parser().parse_args(argv)
     directory = events.find_run(arguments.run)
-    view = inspect(directory, arguments.seconds)
+    with as_written(directory):
+        view = inspect(directory, arguments.seconds)
     if arguments.stacks:
         living = {
             one.rank: one.pid for one in view.rows if one.is_alive and _may_be_asked(directory, one.rank, one.pid)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,21 @@ def _last_heard(directory: Path, noted: Sequence[Mapping[str, Any]], started: fl
 
 def load(directory: Path) -> Run:
     """Reads what there is."""
-    try:
+    with as_written(directory):
         return _load(directory)
-    except (KeyError, TypeError, ValueError, AttributeError, ForeignData) as error:
-        if isinstance(error, UsageError):
-            raise
+
+
+@contextlib.contextmanager
+def as_written(directory: Path) -> Iterator[None]:
+    """Whoever owns a run directory can write there what they like: what we cannot read is an error of one sentence."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ForeignData) as error:
         raise UsageError(
-            f"{directory} cannot be read: its files are not as phalanx writes them; "
-            "give a directory that this version of `phalanx run` has made."
+            f"{directory} cannot be read: its files are not as this version of `phalanx run` writes them "
+            f"({type(error).__name__}); give a run directory of it."
         ) from None
 
 

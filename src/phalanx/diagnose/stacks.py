@@ -128,12 +128,17 @@ def with_sources(threads: Sequence[Thread]) -> tuple[Thread, ...]:
 
 
 def _with_source(line: Line) -> Line:
-    loops = enclosing_loops("".join(linecache.getlines(line.file)), line.line) if line.is_users else ()
+    loops = enclosing_loops("".join(_lines_of(line.file)), line.line) if line.is_users else ()
     return replace(line, file=shorten_path(line.file), source=source_of(line.file, line.line), loops=loops)
 
 
 def source_of(file: str, line: int) -> str:
-    return linecache.getline(file, line).strip()
+    return dict(enumerate(_lines_of(file), 1)).get(line, "").strip()
+
+
+def _lines_of(file: str) -> list[str]:
+    """A stack that somebody else has written may name a pipe, where reading would never end."""
+    return linecache.getlines(file) if Path(file).is_file() else []
 
 
 def enclosing_loops(text: str, line: int) -> tuple[tuple[int, int], ...]:

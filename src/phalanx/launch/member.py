@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import events
+from phalanx import events, plain
 from phalanx.diagnose import crashes
 from phalanx.diagnose.rank_record import ThreadDeath
 from phalanx.diagnose.signals import gloo_mismatch
+from phalanx.errors import ForeignData
 from phalanx.launch.console import Console
 from phalanx.launch.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
 from phalanx.launch.nursery import Exited
@@ -22,6 +24,15 @@ from phalanx.launch.spec import LaunchSpec, Placement
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A line of a rank's report."""
+
+    error: events.ErrorRecord | None = None
+    thread: ThreadDeath | None = None
+    notice: str | None = None
 
 
 class Member:
@@ -72,12 +83,12 @@ class Member:
         self._report += part
         had_error = self.error is not None
         for line in self._report.split(b"\n")[:-1]:
-            if line.startswith(b'{"error"') and self.error is None:
-                self.error = events.error_from_fields(json.loads(line)["error"])
-            elif line.startswith(b'{"thread"'):
-                self.thread_death = ThreadDeath(**json.loads(line)["thread"])
-            elif line.startswith(b'{"notice"'):
-                self.notice = "".join(filter(str.isprintable, str(json.loads(line)["notice"])))[:_LONGEST_NOTICE]
+            if line.startswith(b'{"'):
+                with contextlib.suppress(ForeignData):  # a script may have written into all files that are open
+                    told = plain.decode(line, _Told, "the report of a rank")
+                    self.error, self.thread_death = self.error or told.error, told.thread or self.thread_death
+                    if told.notice is not None:
+                        self.notice = "".join(filter(str.isprintable, told.notice))[:_LONGEST_NOTICE]
         return self.error is not None and not had_error
 
     @property

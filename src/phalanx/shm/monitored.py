@@ -22,7 +22,7 @@ def pass_together(store: Any, rank: int, size: int, timeout: float, wait_for_all
         return
     store.set(f"rank {rank}", "here")
     if join.wait_for(store, "verdict", timeout + _FOR_THE_VERDICT):
-        missing_text = store.get("verdict").decode()
+        missing_text = store.get("verdict").decode(errors="replace")
         if missing_text == "none":
             return
         reason = f"of ranks that did not come: {missing_text}"

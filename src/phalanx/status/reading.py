@@ -217,6 +217,8 @@ def _parsed(page: _Page, again: _Page) -> Status:
     assert loop is not None
     phase, beats, epoch, step, samples, updates, since = loop
     pid, rank, world_size = page.words[2:5]
+    if max(rank, world_size) > _MOST_RANKS:
+        raise ValueError(f"rank {rank} of {world_size}")
     seconds, blocked = (
         {name: page.doubles[first + index] for index, name in enumerate(layout.PHASES)}
         for first in (layout.SECONDS, layout.BLOCKED)
