@@ -6,11 +6,13 @@ node asks the store for two numbers at most as long as all is well.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from phalanx import plain
+from phalanx.errors import ForeignData
 
 _STORE = "the store where the nodes meet"
 _Record = dict[str, Any]
@@ -31,9 +33,10 @@ class Docket:
         self._store.add(self._key(f"news for {reader}"), 1)
 
     def _read(self, name: str, shape: Any) -> Any:
-        """None: nobody has written it. What stands in a record is checked by the agent, which has its type."""
+        """None: nobody has written it, or somebody else. The agent checks what a record holds: it has the type."""
         key = self._key(name)
-        return plain.decode(self._store.get(key), shape, _STORE) if self._store.check([key]) else None
+        with contextlib.suppress(ForeignData):  # what explains a run is no reason to end it
+            return plain.decode(self._store.get(key), shape, _STORE) if self._store.check([key]) else None
 
     def news(self, reader: str) -> int:
         """``judge`` or ``all``: grows with everything that is written for them."""
