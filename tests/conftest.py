@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx import torch_compat
 from phalanx.testing import ranks as testing
 
 REPOSITORY = Path(__file__).parents[1]
@@ -38,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(REPOSITORY / "tests").as_posix()
         if path.startswith(_ALONE) and item.get_closest_marker("in_company") is None:
             item.add_marker("alone")
+        if "/test_shm" in path and (reason := torch_compat.why_no_shm()):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,7 +90,8 @@ class Outcome:
 
 def told(err: str) -> list[str]:
     """What was said on standard error, but for the line about the backend that a script on CPUs gets."""
-    return [line for line in err.splitlines() if "phalanx: the backend is shm, not gloo" not in line]
+    lines = ("phalanx: the backend is shm, not gloo", "phalanx: the backend is gloo: shm needs torch")
+    return [line for line in err.splitlines() if not any(text in line for text in lines)]
 
 
 def by_rank(outcome: Outcome) -> dict[int, list[str]]:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx import ballot, env, notices, status
+from phalanx import ballot, env, notices, status, torch_compat
 from phalanx.errors import UsageError
 from phalanx.status import layout
 
@@ -123,6 +123,9 @@ def require_shm() -> None:
 
 
 def _why_not_here() -> str | None:
+    reason = torch_compat.why_no_shm()
+    if reason is not None:
+        return reason
     from phalanx import shm
 
     return shm.why_not_here()
@@ -146,8 +149,8 @@ def install() -> None:
     global _installed
     import torch.distributed as dist
 
-    importlib.import_module("phalanx.shm")  # registers itself
-
+    if torch_compat.why_no_shm() is None:
+        importlib.import_module("phalanx.shm")  # registers itself
     if not _installed:
         _installed = True
         c10d = dist.distributed_c10d
@@ -157,9 +160,11 @@ def install() -> None:
 
 def _noting(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if backend == "shm":
+            require_shm()
         with status.phase(layout.JOINING), status.waiting(layout.INIT_PROCESS_GROUP):
-            plain(*args, **kwargs)
+            plain(backend, *args, **kwargs)
 
     return init_process_group
 
@@ -209,8 +214,7 @@ def _becomes_shm(asked: Any, arguments: dict[str, Any]) -> bool:
 def _has_cards() -> bool:
     import torch
 
-    accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
-    return torch.cuda.is_available() if accelerator is None else accelerator.is_available()
+    return torch.accelerator.is_available()
 
 
 def _tell(text: str) -> None:

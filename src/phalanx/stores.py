@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from phalanx import torch_compat
 from phalanx.errors import MasterUnreachable
 
 _HANDSHAKE = 10.0
@@ -22,21 +23,24 @@ def serve(host: str, listener: socket.socket, timeout: float) -> Any:
     """A store behind ``listener``, which stays open: a later store can take its place."""
     from torch.distributed import TCPStore
 
-    def new(**how: bool) -> Any:
-        return TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-            master_listen_fd=os.dup(listener.fileno()),  # the store closes what it is given
-            **how,
-        )
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+        master_listen_fd=os.dup(listener.fileno()),  # the store closes what it is given
+        **torch_compat.server_options(),
+    )
 
-    try:
-        return new()
-    except NotImplementedError:  # until torch 2.7 its newer server could not take over an open socket
-        return new(use_libuv=False)
+
+def private() -> Any:
+    """A store for this process alone."""
+    import torch.distributed as dist
+
+    if hasattr(dist, "HashStore"):
+        return dist.HashStore()
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)  # on Windows
 
 
 def connect(host: str, port: int, timeout: float, tell: Callable[[str], None]) -> Any:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import arguments, backends, cluster, seeds
+from phalanx import arguments, backends, cluster, seeds, stores
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
@@ -252,9 +252,7 @@ def _meet(situation: Situation, init_method: str | None, store: Any, limit: floa
 
 
 def _alone(situation: Situation) -> tuple[Meeting, str]:
-    from torch.distributed import HashStore
-
-    return meet(HashStore(), situation.rank, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
+    return meet(stores.private(), situation.rank, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
 
 
 def _for_this_attempt(store: Any) -> Any:
@@ -289,9 +287,7 @@ def _part(world: World, *, in_peace: bool) -> None:
     if not dist.is_initialized():
         return
     if not in_peace and world.device.type == "cuda":
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None:  # since torch 2.5; an orderly end would wait for kernels that never finish
-            abort()
+        dist.distributed_c10d._abort_process_group()  # an orderly end would wait for kernels that never finish
         return
     meeting = world._meeting
     if in_peace and meeting is not None and meeting.store is not None and world.size > 1:

@@ -103,8 +103,8 @@ OTHER = {"command": "/usr/bin/phalanx", "command_python": "/usr/bin/python3", "c
 
 MACHINES: dict[str, tuple[Facts, dict[str, tuple[str, str, str]]]] = {
     # a machine: what is found, as name: verdict, part of the value, part of the advice
-    "a Mac": (but(platform="darwin"), {"system": ("error", "", "torchrun")}),
-    "old Python": (but(python={"version": (3, 9, 2)}), {"python": ("error", "3.9.2", "python3.10 -m venv")}),
+    "a Mac": (but(platform="darwin"), {"system": ("error", "", "WSL2")}),
+    "old Python": (but(python={"version": (3, 9, 2)}), {"python": ("error", "3.9.2", "python3.11 -m venv")}),
     "another environment is active": (
         but(python={"active": "/opt/conda/envs/b"}),
         {"environment": ("warning", "active one is /opt/conda/envs/b", "/opt/conda/envs/b/bin/python -m phalanx")},
@@ -120,11 +120,15 @@ MACHINES: dict[str, tuple[Facts, dict[str, tuple[str, str, str]]]] = {
     ),
     "no torch": (
         but(torch={**BROKEN, "is_missing": True, "problem": "ModuleNotFoundError: No module named 'torch'"}),
-        {"torch": ("error", "not installed", f"{BIN}/python -m pip install --upgrade 'torch>=2.4'")},
+        {"torch": ("error", "not installed", f"{BIN}/python -m pip install --upgrade 'torch>=2.6'")},
     ),
     "old torch": (
         but(torch={"version": "1.13.1", "problem": "AttributeError: is_gloo_available"}),
-        {"torch": ("error", "1.13.1, older than 2.4", "--upgrade 'torch>=2.4'")},
+        {"torch": ("error", "1.13.1, older than 2.6", "--upgrade 'torch>=2.6'")},
+    ),
+    "torch without shm": (
+        but(torch={"version": "2.7.1+cpu", "library": None, "library_problem": "shm needs torch 2.8 or newer"}),
+        {"C library": ("warning", "shm needs torch 2.8", "gloo, which is slower: /home/ada/env/bin/python -m pip")},
     ),
     "torch that lacks a library": (
         but(torch={**BROKEN, "problem": "OSError: libcudart.so.12"}),

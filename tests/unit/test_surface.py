@@ -52,8 +52,10 @@ TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE
 VIRTUAL_ENV
 """.split()
 
-HALLWAY = {"arguments", "attempt", "env", "errors", "events", "notices", "plain", "ports", "run_files", "secret", "seeds"}
-HALLWAY |= {"status", "stores"}
+HALLWAY = {
+    *("arguments", "attempt", "env", "errors", "events", "notices", "plain", "ports", "run_files", "secret", "seeds"),
+    *("status", "stores", "systems", "torch_compat"),
+}
 
 EDGES = {
     # room: the rooms it may import, beside the hallway
@@ -85,6 +87,8 @@ EDGES = {
     "shm": {"join"},
     "status": set(),
     "stores": set(),
+    "systems": set(),
+    "torch_compat": set(),
     "testing": {"launch", "parallel", "phalanx", "world"},
     "train": {"comm", "world"},
     "world": {"backends", "cluster", "join"},

@@ -6,11 +6,12 @@ import re
 import shlex
 from pathlib import Path
 
+from phalanx import torch_compat
 from phalanx.diagnose.checkup import Finding, having, in_bytes
 from phalanx.diagnose.facts import Facts, Python
 
-_OLDEST_PYTHON = (3, 10)
-_OLDEST_TORCH = (2, 4)
+_OLDEST_PYTHON = (3, 11)
+_OLDEST_TORCH = torch_compat.as_text(torch_compat.OLDEST)
 _OLDEST_NUMPY = (1, 26)
 _SLOW_IMPORT = 20.0
 
@@ -18,7 +19,7 @@ _SLOW_IMPORT = 20.0
 def system(facts: Facts) -> Finding:
     value = facts.kernel + (f", in a container ({facts.container})" if facts.container else "")
     if facts.platform != "linux":
-        return Finding("system", value, "error", "phalanx run needs Linux: use torchrun here, phalanx in the script")
+        return Finding("system", value, "error", "phalanx run needs Linux or WSL2; here: python train.py")
     return Finding("system", value)
 
 
@@ -65,11 +66,11 @@ def command(facts: Facts) -> Finding:
 
 def torch(facts: Facts) -> Finding:
     found = facts.torch
-    install = f"{_pip(facts)} --upgrade 'torch>=2.4'"
+    install = f"{_pip(facts)} --upgrade 'torch>={_OLDEST_TORCH}'"
     if found.is_missing:
         return Finding("torch", "not installed", "error", install)
-    if found.version is not None and version_of(found.version) < _OLDEST_TORCH:
-        return Finding("torch", f"{found.version}, older than 2.4", "error", install)
+    if found.version is not None and version_of(found.version) < torch_compat.OLDEST:
+        return Finding("torch", f"{found.version}, older than {_OLDEST_TORCH}", "error", install)
     if found.problem is not None:
         where = f" from {found.file}" if found.file else ""
         return Finding("torch", f"cannot be imported{where}: {found.problem}", "error", _mend_torch(facts))
@@ -152,11 +153,15 @@ def library(facts: Facts) -> Finding:
         return Finding("C library", found.library)
     if found.library_problem is None:
         return Finding("C library", "not asked: first, torch has to be importable", "info")
+    if facts.platform != "linux":
+        return Finding("C library", found.library_problem, "info")
     advice = (
-        "the ranks use gloo, which is slower: install a C compiler (apt-get install gcc), then in phalanx's source "
-        f"directory {_pip(facts)} --no-deps --force-reinstall ."
+        f"install a C compiler (apt-get install gcc), then in phalanx's source directory {_pip(facts)} --no-deps "
+        "--force-reinstall ."
     )
-    return Finding("C library", found.library_problem, "warning", advice)
+    if found.version is not None and version_of(found.version) < torch_compat.OLDEST_FOR_SHM:
+        advice = f"{_pip(facts)} --upgrade 'torch>={torch_compat.as_text(torch_compat.OLDEST_FOR_SHM)}'"
+    return Finding("C library", found.library_problem, "warning", f"the ranks use gloo, which is slower: {advice}")
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -77,10 +77,12 @@ def about_cards():
         found["accelerator"] = str(torch.accelerator.current_accelerator())
 
 def about_library():
-    from phalanx import shm
-    found["library_problem"] = shm.why_not_here()
+    from phalanx import torch_compat
+    found["library_problem"] = torch_compat.why_no_shm()
     if found["library_problem"] is None:
-        found["library"] = shm.describe()["shm"]
+        from phalanx import shm
+        found["library_problem"] = shm.why_not_here()
+        found["library"] = None if found["library_problem"] else shm.describe()["shm"]
 
 ask("problem", about_torch)
 ask("numpy_problem", about_numpy)

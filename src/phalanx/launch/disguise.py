@@ -7,8 +7,10 @@ environment variables, so settings that the script made before the import are ap
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -97,6 +99,15 @@ class Disguise:
         sys.path[:] = self.path
         importlib.invalidate_caches()
         sys.meta_path.insert(0, _Revealer(self))
+        if "triton" in self.hidden:
+            atexit.register(self._let_go)
+
+    def _let_go(self) -> None:
+        """Triton lists on standard error whatever of its own the interpreter has not freed at the end."""
+        for modules in self.hidden.values():
+            sys.modules.update(modules)
+        self.hidden.clear()
+        gc.unfreeze()
 
     def apply_settings(self, root: str) -> None:
         """What a package would have read from the environment at its import."""

@@ -82,7 +82,6 @@ class ShmGroup(dist.ProcessGroup):
 
     def _add_gloo(self, store: Any, rank: int, size: int, timeout: timedelta, address: str) -> None:
         inner = rails.gloo_group(store, rank, size, timeout, address, lazy=True)
-        inner._set_sequence_number_for_group()
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, inner)
         # Called directly: by way of super() torch holds the interpreter's lock, which gloo's own thread may want.

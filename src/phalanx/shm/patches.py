@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from datetime import timedelta
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,21 +28,12 @@ def _keep_compilers_out() -> None:
 
     torch.compiler.disable would say the same and import all of the compiler for it.
     """
-    from torch._C._dynamo import eval_frame
-
-    skip: Any = getattr(eval_frame, "skip_code", None)  # torch before 2.7
-    if skip is None:
-        plain: Any = eval_frame
-        action = plain._FrameAction.SKIP
-        strategy = plain._FrameExecStrategy(action, action)  # of the function, and of all that it calls
-        skip = functools.partial(_set_strategy, plain, strategy)
+    plain: Any = importlib.import_module("torch._C._dynamo").eval_frame
+    action = plain._FrameAction.SKIP
+    strategy = plain._FrameExecStrategy(action, action)  # of the function, and of all that it calls
     for member in vars(ShmGroup).values():
         if isinstance(member, FunctionType):
-            skip(member.__code__)
-
-
-def _set_strategy(eval_frame: Any, strategy: Any, code: CodeType) -> None:
-    eval_frame.set_code_exec_strategy(code, strategy)
+            plain.set_code_exec_strategy(member.__code__, strategy)
 
 
 def _telling_the_original(plain: Callable[..., None]) -> Callable[..., None]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx import torch_compat
 from phalanx.errors import JoinError, UsageError
 from phalanx.shm import arithmetic
 from phalanx.shm.arithmetic import Reduction
@@ -85,12 +86,9 @@ def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: st
     """``lazy``: two ranks connect when they first talk to each other, so that it costs nothing until then."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
     options._timeout = timeout
-    try:
-        device = dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)
-    except TypeError:  # torch before 2.7 knows only how to connect all with all at once
-        device = dist.ProcessGroupGloo.create_device(hostname=address)
-    options._devices = [device]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
+    with torch_compat.quiet_gloo():
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.shm import native
 
@@ -43,10 +44,7 @@ def width_of(code: int) -> int:
 def reduce_of(op: Any) -> tuple[int, float]:
     """The library's number for a ReduceOp, and its factor."""
     code = _REDUCES[op.op]
-    if code != _PREMUL:
-        return code, 0.0
-    factor = op.factor
-    return code, float(factor.item() if isinstance(factor, Tensor) else factor)
+    return code, torch_compat.factor_of(op) if code == _PREMUL else 0.0
 
 
 def numbers_of(tensor: Tensor, reduce: int, name: str) -> tuple[int, int, int]:
