@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from phalanx import systems
 from phalanx.errors import PhalanxError
 
 _HELP = """\
@@ -93,12 +94,14 @@ def _say_errors(command: Callable[[], int]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
+    systems.require_linux("phalanx run")
     from phalanx.launch import options
 
     return _start(*options.parse(arguments, os.environ), arguments)
 
 
 def _launch(arguments: list[str]) -> int:
+    systems.require_linux("phalanx.launch")
     from phalanx.launch import options
 
     return _start(*options.parse_launch(arguments, os.environ), arguments, is_launch=True)
@@ -120,6 +123,7 @@ def _start(spec, dry_run: bool, arguments: list[str], *, is_launch: bool = False
 
 
 def _bench(arguments: list[str]) -> int:
+    systems.require_linux("phalanx bench")
     from phalanx import bench
 
     return bench.main(arguments)
@@ -144,6 +148,7 @@ def _report(arguments: list[str]) -> int:
 
 
 def _inspect(arguments: list[str]) -> int:
+    systems.require_linux("phalanx inspect")
     from phalanx.diagnose import inspect
     from phalanx.launch.stacks import of_ranks
 

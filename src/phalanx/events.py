@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
@@ -251,6 +250,8 @@ class EventLog:
     """
 
     def __init__(self, path: Path) -> None:
+        import fcntl
+
         self._fd = run_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -266,6 +267,8 @@ class EventLog:
 
 def is_being_written(path: Path) -> bool:
     """Whether the process that writes this event file lives, whatever its pid and whoever has that by now."""
+    import fcntl
+
     try:
         fd = run_files.open_to_read(path)
     except FileNotFoundError:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from phalanx import stores
 from phalanx import world as worlds
 from phalanx.errors import CheckpointError, PeerFailed, UsageError
 from phalanx.join import wait_for
@@ -25,11 +26,11 @@ class Council:
     """The ranks that save and load together."""
 
     def __init__(self) -> None:
-        from torch.distributed import HashStore, PrefixStore
+        from torch.distributed import PrefixStore
 
         self.world = worlds.current()
         self.rank, self.size = self.world.rank, self.world.size
-        shared = self.world.store if self.world.store is not None else HashStore()
+        shared = self.world.store if self.world.store is not None else stores.private()
         self._store: Any = PrefixStore(f"phalanx/checkpoint-{next(_numbers)}", shared)
         self._turns = itertools.count()
 

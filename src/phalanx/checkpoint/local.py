@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import socket
@@ -84,11 +83,15 @@ class Local(Place):
         return shutil.disk_usage(self._root).free
 
     def lock(self) -> Callable[[], None]:
-        """A record lock: it ends with the process, however that ends, and no child inherits it."""
+        """A record lock: it ends with the process, however that ends, and no child inherits it. Windows has none."""
+        try:
+            import fcntl
+        except ImportError:
+            return lambda: None
         self._root.mkdir(parents=True, exist_ok=True)
         path = self._root / _LOCK
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -121,7 +124,9 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if not hasattr(os, "O_DIRECTORY"):  # Windows cannot open one
+        return
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx import systems
 from phalanx.diagnose import processes
 from phalanx.diagnose.processes import ProcessFacts
 
@@ -83,7 +84,7 @@ def between(before: Look, after: Look) -> Conditions:
         swapped=last.swapped,
         memory_used=round(_memory_used(), 3),
         load=round(os.getloadavg()[0], 2),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=systems.affinity(),
     )
 
 

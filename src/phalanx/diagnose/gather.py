@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx import env
+from phalanx import env, systems
 from phalanx.diagnose import gather_network, probe
 from phalanx.diagnose.cgroups import Allowance, allowance
 from phalanx.diagnose.facts import Cards, Cores, Facts, Limits, Memory, Python, Space
@@ -102,8 +102,7 @@ def _cards(environ: Mapping[str, str]) -> Cards:
 
 def _cores(environ: Mapping[str, str], allowed: Allowance) -> Cores:
     present = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else present
-    return Cores(present, affinity, allowed.cores, environ.get("OMP_NUM_THREADS"))
+    return Cores(present, systems.affinity(), allowed.cores, environ.get("OMP_NUM_THREADS"))
 
 
 def _memory(allowed: Allowance) -> Memory:
@@ -135,7 +134,10 @@ def _where_runs_go(environ: Mapping[str, str]) -> Space:
 
 
 def _limits(allowed: Allowance) -> Limits:
-    import resource
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return Limits(None, None, None, 0, False)
 
     def limit(kind: int) -> tuple[int | None, int | None]:
         soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))

@@ -5,10 +5,10 @@ Importing torch to count cards would cost the launcher a second and could initia
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from phalanx import systems
 from phalanx.errors import UsageError
 from phalanx.launch.spec import check_processes
 
@@ -17,7 +17,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 def usable_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
     """Cores this process may use: its affinity, and the container's quota if that is smaller."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = systems.affinity()
     try:
         quota, period = cgroup_limit.read_text().split()
     except (OSError, ValueError):

@@ -7,7 +7,6 @@ lines and gets the rank in front when there is more than one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -180,6 +179,8 @@ class Pump:
         self.ended = False
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.reader, False)
+        import fcntl
+
         with contextlib.suppress(OSError):  # beyond the user's limit: the default size does, a little slower
             fcntl.fcntl(self.writer, 1031, _PIPE_SIZE)  # F_SETPIPE_SZ
 

@@ -11,7 +11,6 @@ import dataclasses
 import os
 import resource
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,8 +25,6 @@ from phalanx.launch.spec import LaunchSpec
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     """Starts this machine's part of a run and stays until its end; returns the exit code."""
-    if sys.platform != "linux":
-        raise UsageError(f"phalanx run needs Linux; this is {sys.platform}. Use torchrun here, phalanx in the script.")
     program.check(spec)
     spec = _bind(spec, environ)
     _raise_file_limit(spec)

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from phalanx import ports
+from phalanx import ports, systems
 from phalanx.arguments import shown, whole_number
 from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
-from phalanx.launch import function as functions
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.member import Member
 from phalanx.launch.nursery import Nursery
@@ -59,6 +58,7 @@ def spawn(
     ProcessExitedException for the rank that failed first, with its traceback. Without, it returns a context with
     ``join(timeout, grace_period)`` and ``pids()``. Works from a script's main module and from a notebook.
     """
+    systems.require_linux("phalanx.spawn")
     if start_method != "spawn":
         raise UsageError(f"start_method is {start_method!r}; phalanx.spawn starts clean processes only ('spawn').")
     if not callable(fn):
@@ -92,6 +92,8 @@ class SpawnContext:
         nursery: Nursery | None = None,
     ) -> None:
         """``nursery``: one that is there already and stays; by default a new one, for this call alone."""
+        from phalanx.launch import function as functions  # it cannot be imported on Windows
+
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
         spec = LaunchSpec(program, nproc_per_node=nprocs)
         parcel, fds = functions.pack(fn, args, daemon)

@@ -8,7 +8,6 @@ docs/parallel.md for how much and why.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch._utils import ExceptionWrapper
 from torch.utils import _pytree as pytree
 
+from phalanx import systems
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import OneProcess
 from phalanx.parallel.names import save_without_prefix
@@ -28,7 +28,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def default_count() -> int:
     """One replica for each core that this process may use, but two at least: one would be no replica."""
-    return max(2, len(os.sched_getaffinity(0)))
+    return max(2, systems.affinity())
 
 
 class Replicas(OneProcess):

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -68,7 +66,7 @@ __all__ = [
     "write_stacks",
 ]
 
-STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
+STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else 0  # there is none without real-time signals
 """Makes a rank write the Python stack of its main thread to `stacks_path`, whatever it is blocked in."""
 _own: StatusPage | None = None
 _put_aside: StatusPage | None = None
@@ -98,6 +96,9 @@ def begin(directory: Path, rank: int, world_size: int) -> None:
 def out_of_the_way(fd: int) -> int:
     """The same file with a high number: a script that closes everything from 3 on, as daemons do, gets the low ones for
     its own files, and we would write into them."""
+    import fcntl
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     least = 512 if limit == resource.RLIM_INFINITY else min(512, limit // 2)
     try:
@@ -185,4 +186,5 @@ def _forget() -> None:
     _own = None
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)
