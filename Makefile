@@ -8,7 +8,7 @@ CC     ?= cc
 INSTALL_SSHD := apt-get install -qq -y --no-install-recommends openssh-server openssh-client
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo demo-fault test check mpirun sshd bench stress suite clean
+.PHONY: demo demo-fault test check mpirun sshd bench stress suite test-torch test-python clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
@@ -63,8 +63,23 @@ stress: $(VENV)/ready-dev
 suite: $(VENV)/ready-dev
 	$(BIN)/python tests/suite/run.py
 
+# The smoke tests with another torch, or with another Python: one of pyenv's, or on PATH.
+test-torch:
+	$(call smoke,$(PYTHON),torch-$(VERSION),torch==$(VERSION))
+
+test-python:
+	$(call smoke,$(or $(lastword $(wildcard $(HOME)/.pyenv/versions/$(VERSION)*/bin/python)),python$(VERSION)),python-$(VERSION),-c constraints.txt)
+
+# From a Python, a name and what pip has to be told, to a virtual environment of its own that is gone afterwards.
+define smoke
+@[ -n "$(VERSION)" ] || { echo "which one? make $@ VERSION=…"; exit 2; }
+trap 'rm -rf .venv-$(2)' EXIT INT TERM; $(1) -m venv .venv-$(2) && \
+.venv-$(2)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'pytest>=8' $(3) && \
+.venv-$(2)/bin/python -m pytest @tests/smoke.txt
+endef
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info runs
+	rm -rf $(VENV) .venv-* build dist src/*.egg-info runs
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv $(VENV); }
