@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from phalanx import env
+from phalanx import env, torch_compat
+from phalanx.diagnose import check_software
 from tests.conftest import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
@@ -85,3 +87,17 @@ def _messages(text: str, heading: str) -> list[str]:
     """The first column of every table of what a program says."""
     tables = re.findall(rf"^\| {heading} \|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
+
+
+def test_the_smoke_tests_exist() -> None:
+    for line in (REPOSITORY / "tests" / "smoke.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert f"def {name or 'test_'}" in (REPOSITORY / file).read_text(), line
+
+
+def test_the_oldest_versions_are_the_same_everywhere() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    oldest = torch_compat.as_text(torch_compat.OLDEST)
+    assert f"torch>={oldest}" in project["dependencies"]
+    assert f"{oldest} and newer" in (REPOSITORY / "docs" / "dependencies.md").read_text()
+    assert project["requires-python"] == f">={'.'.join(map(str, check_software._OLDEST_PYTHON))}"
