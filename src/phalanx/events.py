@@ -125,6 +125,10 @@ class Ending:
     """Why the kernel has ended it, or a process that it needed; None when it has not."""
     shared_memory: SharedMemory | None = None
     """/dev/shm at its end, when that may be the reason."""
+    updates: int = 0
+    """Optimizer steps that it had made in this attempt."""
+    progress: tuple[int, int, int] = (0, 0, 0)
+    """The step of its last checkpoint, its epoch, and its step in that, as far as px.Checkpointer and px.track know."""
 
     @property
     def failed(self) -> bool:

@@ -502,10 +502,27 @@ def test_a_crash_loop_ends(phalanx: Runner, script) -> None:
     outcome = phalanx("run", "--max-restarts", "1000", *WITHOUT_TORCH, name)
     assert outcome.code == 1
     assert outcome.lines[-1] == "attempt 4"
-    assert (
-        "phalanx: a crash loop: the same failure 5 times in a row, 10 s apart at most; the 996 attempts" in outcome.err
-    )
+    loop = "a crash loop: the same failure 5 times in a row without progress, 10 s apart at most"
+    assert f"phalanx: {loop}; the 996 attempts left are not made" in outcome.err
     assert outcome.complaint[0].startswith("phalanx: rank 0 failed: OSError: no disk")
+
+
+@pytest.mark.in_company
+def test_kills_of_different_ranks_are_no_crash_loop(phalanx: Runner, script) -> None:
+    name = script(
+        """
+        import os, signal, time
+        attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+        if attempt < 6:
+            if rank == attempt % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+        print("attempt", attempt)
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "2", "--max-restarts", "9", *WITHOUT_TORCH, name)
+    assert outcome.code == 0, outcome.err
+    assert sorted(outcome.lines) == ["[rank 0] attempt 6", "[rank 1] attempt 6"]
 
 
 @pytest.mark.in_company

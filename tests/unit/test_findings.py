@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
 from phalanx.diagnose import crashes, report
 from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_consequence
-from phalanx.diagnose.repetition import Repetition
+from phalanx.diagnose.repetition import Repetition, identity
 from phalanx.events import (
     Ending,
     ErrorRecord,
@@ -310,12 +311,28 @@ def test_an_ending_survives_the_way_to_another_node() -> None:
     assert ending_from_fields(json.loads(json.dumps(dataclasses.asdict(full)))) == full
 
 
-def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:
+def is_loop(*failures: Ending) -> bool:
     repetition = Repetition()
-    assert [repetition.add(raised(0, 9.0 * n)) for n in range(5)] == [False, False, False, False, True]
-    slow, mixed = Repetition(), Repetition()
-    assert not any(slow.add(raised(0, 11.0 * n)) for n in range(9))
-    assert not any(mixed.add(raised(0, float(n), message=f"attempt {n % 4 // 2}")) for n in range(9))
+    return [repetition.add(identity(cause), cause.time, [cause]) for cause in failures][-1]
+
+
+def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:
+    assert not is_loop(*(raised(0, 9.0 * n) for n in range(4)))
+    assert is_loop(*(raised(0, 9.0 * n) for n in range(5)))
+    assert not is_loop(*(raised(0, 11.0 * n) for n in range(9)))
+    assert not is_loop(*(raised(0, float(n), message=f"attempt {n % 4 // 2}") for n in range(9)))
+
+
+def test_progress_another_rank_and_another_place_are_no_crash_loop() -> None:
+    killed = [Ending(0, 100 + n, float(n), signal=signal.SIGKILL) for n in range(6)]
+    assert is_loop(*killed)
+    assert not is_loop(*(dataclasses.replace(one, rank=n % 4) for n, one in enumerate(killed)))
+    assert not is_loop(*(dataclasses.replace(one, progress=(10 * n, 0, 3)) for n, one in enumerate(killed)))
+    assert not is_loop(*(dataclasses.replace(one, progress=(0, n // 3, n)) for n, one in enumerate(killed)))
+    assert not is_loop(*(dataclasses.replace(one, updates=n) for n, one in enumerate(killed)))
+    assert is_loop(*(raised(n % 2, float(n)) for n in range(5)))  # all ranks run into it, and one of them is first
+    # It gets as far each time, and no further.
+    assert is_loop(*(dataclasses.replace(one, progress=(10, 0, 7 - n), updates=7) for n, one in enumerate(killed)))
 
 
 def test_what_we_have_printed_ourselves_is_not_shown_again() -> None:

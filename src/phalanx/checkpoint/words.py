@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from phalanx import status
 from phalanx.events import EventLog, rank_events_path
 
 
@@ -23,7 +24,10 @@ def in_bytes(count: int) -> str:
 
 
 def note(rank: int, event: str, **fields: Any) -> None:
-    """One line in the rank's event file, if ``phalanx run`` has made a place for it."""
+    """One line in the rank's event file, if ``phalanx run`` has made a place for it; its page holds the last step."""
+    page = status.own()
+    if page is not None and event in ("saved", "loaded"):
+        page.checkpointed(fields["step"])
     directory = os.environ.get("PHALANX_RUN_DIR")
     if not directory or not Path(directory).is_dir():
         return

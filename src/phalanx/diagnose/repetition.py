@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.report import headline
+from phalanx.diagnose.report import headline, users_line
 from phalanx.events import Ending
 
 SOON = 10.0
@@ -15,19 +16,35 @@ ENOUGH = 5
 
 @dataclass
 class Repetition:
-    """Counts. It goes by what all nodes know alike, so they come to the same conclusion."""
+    """Counts failures in a row without progress. It goes by what all nodes know alike, so all conclude the same."""
 
     count: int = 0
-    _headline: str = ""
+    _failure: Hashable = None
     _time: float = 0.0
+    _furthest: tuple[int, ...] = (0, 0, 0)
 
-    def add(self, cause: Ending) -> bool:
-        """One more failed attempt; whether this is a crash loop by now."""
-        text = headline(cause)
-        is_same = text == self._headline and 0 <= cause.time - self._time < SOON
+    def add(self, failure: Hashable, time: float, endings: Sequence[Ending]) -> bool:
+        """One more failed attempt; whether this is a crash loop by now.
+
+        Args:
+            failure: equal for equal failures, as `identity` is.
+            endings: of all ranks. A later checkpoint or step of px.track than in any attempt before is progress.
+        """
+        reached = max((ending.progress for ending in endings), default=(0, 0, 0))
+        is_further = reached > self._furthest
+        is_same = failure == self._failure and 0 <= time - self._time < SOON and not is_further
         self.count = self.count + 1 if is_same else 1
-        self._headline, self._time = text, cause.time
+        self._failure, self._time, self._furthest = failure, time, max(reached, self._furthest)
         return self.count >= ENOUGH
 
     def __str__(self) -> str:
-        return f"a crash loop: the same failure {self.count} times in a row, {SOON:g} s apart at most"
+        return f"a crash loop: the same failure {self.count} times in a row without progress, {SOON:g} s apart at most"
+
+
+def identity(cause: Ending) -> Hashable:
+    """The reason and the place: the line of code, or the rank where no line is known, and the optimizer step.
+
+    An error that all ranks run into is raised first by one rank now and by another one later, so the line alone counts.
+    """
+    line = users_line(cause)
+    return headline(cause), (line.file, line.line) if line is not None else cause.rank, cause.updates

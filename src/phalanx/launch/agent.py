@@ -17,7 +17,7 @@ from pathlib import Path
 from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_victim
-from phalanx.diagnose.repetition import Repetition
+from phalanx.diagnose.repetition import Repetition, identity
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.launch.company import new_company
 from phalanx.launch.console import Console
@@ -154,7 +154,8 @@ class Agent:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._blame(endings)
             last = attempt + 1 >= most or not self._company.can_go_on
-            if not last and verdict is not None and self._repetition.add(verdict.cause):
+            cause = verdict.cause if verdict is not None else None
+            if not last and cause is not None and self._repetition.add(identity(cause), cause.time, endings):
                 last = True
                 self._voice.say([f"{self._repetition}; the {most - attempt - 1} attempts left are not made"])
             if last:

@@ -91,18 +91,23 @@ class Sentries:
         return self._memory.last_words({member.pid: rank for rank, member in self._watch.members.items() if member.pid})
 
     def explain(self, endings: Sequence[Ending]) -> list[Ending]:
-        """The same, with what is known of their memory, and of the collectives they were in."""
+        """The same, with what is known of their memory, their progress, and the collectives they were in."""
         return [self._with_call(ending) for ending in self._memory.explain(endings)]
 
     def _with_call(self, ending: Ending) -> Ending:
         page = status.read(status.status_path(self._directory, ending.rank)) if ending.failed else None
-        known = page.collectives if page is not None and page.pid == ending.pid else ()  # else of an earlier attempt
+        if page is not None and page.pid != ending.pid:
+            page = None  # of an earlier attempt
+        known = page.collectives if page is not None else ()
         place = next((one.place for one in known if one.state != "done" and one.op not in MESSAGES), None)
         if place is not None:
             called = Frame(place.file, place.line, place.function, source_of(place.file, place.line))
         else:  # gloo's, of which the page may not know yet: where it lost its connection, or crashed
             called = users_line(ending) if is_victim(ending) or ending.crash else None
-        return dataclasses.replace(ending, called=called)
+        if page is None:
+            return dataclasses.replace(ending, called=called)
+        progress = page.checkpoint, page.epoch, page.step
+        return dataclasses.replace(ending, called=called, updates=page.updates, progress=progress)
 
     def blame_standing(self, endings: Sequence[Ending]) -> str | None:
         """The ranks have failed by waiting for too long. What they have stood still for, if that is known."""

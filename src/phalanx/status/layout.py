@@ -8,6 +8,7 @@ record where both are equal and that is still the same when it looks again.
 | ---- | --------------------------------------------------------------------------------- |
 | 0    | who: magic, version, pid, rank, world size, start, the same in the kernel's ticks |
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
+| 17   | the step of the last checkpoint that px.Checkpointer has saved or loaded           |
 | 24   | seconds in each phase so far, and in collectives that we record ourselves         |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
 | 44   | asked, answered: the same for the stacks of all threads                           |
@@ -34,6 +35,7 @@ PAGE_BYTES = PAGE_WORDS * WORD
 WHO = 0
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
 """A number, the phase, how often it has been written, epoch, step, samples, optimizer steps, since when, the number."""
+CHECKPOINT_STEP = 17
 SECONDS = 24
 ASKED, ANSWERED = 40, 41
 STACKS_ASKED, STACKS_ANSWERED = 44, 45

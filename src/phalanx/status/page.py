@@ -112,6 +112,10 @@ class StatusPage:
             own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
             self._cutter.cut(own, self._since)
 
+    def checkpointed(self, step: int) -> None:
+        """The state of this step is in a whole checkpoint, just saved or loaded."""
+        self._words[layout.CHECKPOINT_STEP] = step
+
     def tick(self) -> None:
         """It gets on."""
         self._write_loop()

@@ -104,6 +104,8 @@ class Status:
     """When it began to, if it waits now."""
     ticks: int = 0
     """When its process began, by the kernel's own count: no change of the clock changes that. 0: not known."""
+    checkpoint: int = 0
+    """The step of the last checkpoint that px.Checkpointer has saved or loaded."""
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -237,6 +239,7 @@ def _parsed(page: _Page, again: _Page) -> Status:
         tuple(collective for _, _, collective in collectives),
         *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
         ticks=page.words[6],
+        checkpoint=page.words[layout.CHECKPOINT_STEP],
     )
 
 
