@@ -160,6 +160,8 @@ def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runn
             print(len(os.listdir("/proc/self/task")))
         elif sys.argv[1] == "fork":  # where torch is loaded already, this is of no use
             os.environ["KMP_AFFINITY"] = "none"
+            os.environ["KMP_DUPLICATE_LIB_OK"] = "True"  # these two are what importing sklearn sets
+            os.environ["KMP_INIT_AT_FORK"] = "FALSE"
             import torch
         """
     )
@@ -175,6 +177,7 @@ def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runn
     assert (forked.code, fresh.code) == (0, 0)
     (late,) = [line for line in forked.told if "KMP_AFFINITY" in line]
     assert late.startswith("[rank 3] ")
+    assert "the script set KMP_AFFINITY after torch was loaded" in late
     assert "--start-method exec" in late
 
 

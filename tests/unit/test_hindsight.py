@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import linecache
 import re
 import threading
 from collections.abc import Callable
@@ -92,3 +94,24 @@ def test_threads_that_die_are_told_a_limited_number_of_times(
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+@pytest.mark.parametrize(
+    ("line", "device"),
+    [
+        ("torch.zeros(3, device='cuda:1')", "cuda:1"),
+        ("torch.zeros(3).to(device)", "cuda:0"),
+        ("torch.zeros(3).to(args.device)", "cuda:2"),
+        ("torch.nn.Linear(1, 1).cuda()", "cuda"),
+        ("torch.cuda.set_device(0)", "cuda"),
+    ],
+)
+def test_cuda_is_asked_for_and_torch_has_none(line: str, device: str) -> None:
+    torch = pytest.importorskip("torch")
+    names = {"torch": torch, "device": torch.device("cuda:0"), "args": argparse.Namespace(device="cuda:2")}
+    linecache.cache["/home/ada/train.py"] = (len(line), None, [line], "/home/ada/train.py")
+    with pytest.raises(Exception, match=r"CUDA|_cuda_") as raised:
+        exec(compile(line, "/home/ada/train.py", "exec"), names)
+    note = hindsight.note(raised.value, raised.value.__traceback__)
+    assert note == f"this torch has no CUDA; the script asks for {device}"
+    assert hindsight.note(RuntimeError("another error"), raised.value.__traceback__) == ""

@@ -33,6 +33,8 @@ _ONLY_AT_LOAD = (
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "PYTORCH_JIT"),
 )
 _APPLIED = ("OMP_NUM_THREADS",)
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+"""Importing sklearn sets these; no script depends on their effect on torch."""
 
 
 @dataclass
@@ -127,7 +129,8 @@ class Disguise:
             torch.distributed.set_debug_level_from_env()
         if {"TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT"} & changed:
             importlib.import_module("torch._logging._internal")._init_logs()
-        late = sorted(name for name in changed if name.startswith(_ONLY_AT_LOAD) and name not in _APPLIED)
+        silent = (*_APPLIED, *_SET_BY_LIBRARIES)
+        late = sorted(name for name in changed if name.startswith(_ONLY_AT_LOAD) and name not in silent)
         if late:
             print(
                 f"phalanx: the script set {', '.join(late)} after torch was loaded, so it has no effect; "

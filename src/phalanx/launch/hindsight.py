@@ -6,12 +6,13 @@ Nothing of it costs anything before. torch is asked only if the script has impor
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from phalanx.diagnose.reduction import missing_gradients
@@ -21,6 +22,10 @@ from phalanx.diagnose.stacks import is_users
 _MOMENT = 1.0
 _MOST_DEATHS = 100
 """Of threads that are told: some programs lose one every second, for days."""
+_NO_CUDA = re.compile(
+    r"not compiled with CUDA|no attribute '_cuda_|requires CUDA support|without ATen_cuda|No CUDA GPUs are available"
+    r"|no NVIDIA driver|accelerator device when none"
+)
 _HANDLER = "torch/utils/data/_utils/signal_handling.py"
 
 
@@ -111,7 +116,7 @@ def _killed_loader(error: BaseException) -> RuntimeError | None:
 def note(error: BaseException, trace: TracebackType | None) -> str:
     """What is to be said beyond the exception's own message; empty when there is nothing."""
     try:
-        return _about_gradients(error, trace)
+        return _about_gradients(error, trace) or _about_cuda(error, trace)
     except Exception:  # noqa: BLE001 (this asks objects of the script's; what they raise must not hide the real error)
         return ""
 
@@ -123,6 +128,31 @@ def _about_gradients(error: BaseException, trace: TracebackType | None) -> str:
     names = _parameter_names(wrapper)
     switch = "find_unused_parameters"
     return missing_gradients(str(error), names, wrapper.find_unused_parameters, "DistributedDataParallel", switch) or ""
+
+
+def _about_cuda(error: BaseException, trace: TracebackType | None) -> str:
+    """torch's own message does not say which device was asked for, nor always that the build is the reason."""
+    torch = sys.modules.get("torch")
+    if torch is None or not _NO_CUDA.search(str(error)) or torch.cuda.is_available():
+        return ""
+    fact = "torch sees no GPU" if torch.version.cuda or torch.version.hip else "this torch has no CUDA"
+    frames = [frame for frame, _ in traceback.walk_tb(trace) if is_users(frame.f_code.co_filename)]
+    lines = [line for line in traceback.extract_tb(trace) if is_users(line.filename)]
+    return f"{fact}; the script asks for {_device(frames[-1], lines[-1].line or '') if frames else 'cuda'}"
+
+
+def _device(frame: FrameType, text: str) -> str:
+    """The CUDA device in a line of the script: written there, or the value of a name or of a plain attribute."""
+    written = re.search(r"cuda:\d+", text)
+    if written:
+        return written[0]
+    for name, attribute in re.findall(r"([A-Za-z_]\w*)(?:\.(\w+))?", text):
+        value = frame.f_locals.get(name, frame.f_globals.get(name))
+        found = getattr(value, "__dict__", {}).get(attribute) if attribute else value
+        for each in (found, value):
+            if re.fullmatch(r"cuda(:\d+)?", str(each) if type(each).__name__ in ("device", "str") else ""):
+                return str(each)
+    return "cuda"
 
 
 def _owner(trace: TracebackType | None, module: str, kind: str) -> Any:
