@@ -251,6 +251,26 @@ def test_a_loaders_worker_is_killed(number: int, phalanx: Runner, script) -> Non
     assert "Traceback" not in rest, "nothing has come between the failure and its report"
 
 
+# ---- a program that is installed
+
+
+def test_the_package_of_an_installed_program_is_the_users(phalanx: Runner, script, tmp_path: Path) -> None:
+    """Its own lines are shown, and never one of phalanx."""
+    script("", "site-packages/package/__init__.py")
+    script("from package import model; model.build()", "site-packages/package/train.py")
+    script("def build():\n    import phalanx\n    phalanx.spawn(build, nprocs=-1)", "site-packages/package/model.py")
+    script("def build():\n    import ctypes\n    ctypes.string_at(0)", "crash/site-packages/package/model.py")
+    script("", "crash/site-packages/package/__init__.py")
+    script("from package import model; model.build()", "crash/site-packages/package/train.py")
+    for place, line in (("", "phalanx.spawn(build, nprocs=-1)"), ("crash/", "ctypes.string_at(0)")):
+        environment = {"PYTHONPATH": str(tmp_path / place / "site-packages")}
+        outcome = phalanx("run", *WITHOUT_TORCH, "-m", "package.train", env=environment)
+        lines = [each for each in outcome.complaint if each.startswith("  at ")]
+        assert f"  at {place}site-packages/package/train.py:1: from package import model; model.build()" in lines
+        assert f"  at {place}site-packages/package/model.py:3 in build: {line}" in lines, outcome.err
+        assert not any("phalanx/" in each.split(":")[0] for each in lines)
+
+
 # ---- native code
 
 

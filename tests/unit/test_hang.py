@@ -22,7 +22,8 @@ from phalanx.diagnose.hang import find_hang
 from phalanx.diagnose.hang_words import go_on, headline, those, verdict_lines
 from phalanx.diagnose.patience import Sighting, patience, sighting_of
 from phalanx.diagnose.rank_record import Child, RankRecord, ThreadDeath, Vitals
-from phalanx.diagnose.stacks import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy, is_users
+from phalanx.diagnose.stacks import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy
+from phalanx.diagnose.user_code import is_users, program_of
 from phalanx.launch import sockets
 from phalanx.launch.hearing import Announcement, Court, Report
 from phalanx.launch.vitals import Chart
@@ -520,6 +521,21 @@ def test_whose_a_file_is() -> None:
     assert all(map(is_users, ("/home/ada/train.py", "/work/library/model.py")))
     libraries = ("/opt/py/lib/python3.12/queue.py", "/x/.venv/lib/python3.11/site-packages/a.py", "<string>")
     assert not any(map(is_users, (*libraries, rank_record.__file__, json.__file__)))
+
+
+def test_the_installed_package_of_the_program_is_the_users() -> None:
+    package = "/x/site-packages/package"
+    stack = (rank_record.__file__, "<frozen runpy>", f"{package}/train.py", f"{package}/model.py")
+    assert program_of(stack) == f"{package}/"
+    assert is_users(f"{package}/model.py", program_of(stack))
+    assert not is_users(f"{package}2/model.py", program_of(stack))
+    assert program_of(("/home/ada/train.py", f"{package}/model.py")) == ""
+    assert program_of((f"{package}.py",)) == f"{package}.py"
+    text = "Thread 0x1 [MainThread] (most recent call first):\n" + "".join(
+        f'  File "{file}", line 1 in f\n' for file in ("/x/site-packages/torch/a.py", *reversed(stack))
+    )
+    (main,) = from_faulthandler(text)
+    assert [line.file for line in main.users] == [f"{package}/model.py", f"{package}/train.py"]
 
 
 PROGRAM = """

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.diagnose.findings import Verdict, last_words
 from phalanx.diagnose.signals import explanation, meaning
+from phalanx.diagnose.user_code import is_phalanx, is_users, program_of
 from phalanx.events import Ending, Frame, NativeFrame
 
 _WIDTH, _HEIGHT = 160, 15
 _SIDES = 3  # lines that are shown when ranks have called different collectives
-_PACKAGE = str(Path(__file__).parents[1])
 _IN_ANOTHER_PROCESS = re.compile(r"Caught \S+ in (?P<where>.+)\.\n")
 _NESTED_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)$', re.MULTILINE)
 _PLUMBING = ("libc.", "libc-", "libm.", "ld-linux", "libpthread", "libffi", "libpython", "python", "_ctypes.")
@@ -85,31 +84,24 @@ def one_line(ending: Ending) -> str:
 def _telling_frames(ending: Ending) -> list[Frame]:
     """The user's last lines, and the library's line where it happened if that is another one."""
     frames = list(ending.error.frames) if ending.error else list(reversed(ending.crash))
+    program = program_of(frame.file for frame in frames)
     if ending.error is not None and _IN_ANOTHER_PROCESS.match(ending.error.message):
         nested = [Frame(file, int(line), *rest) for file, line, *rest in _NESTED_FRAME.findall(ending.error.message)]
-        users = [frame for frame in frames if not _is_library(frame.file)]
-        frames = users + nested
-    users = [frame for frame in frames if not _is_library(frame.file)]
-    telling = users[-3:]
-    if frames and frames[-1] not in telling and not (users and frames[-1].file.startswith(_PACKAGE)):
-        telling.append(frames[-1])
-    return telling
+        frames = [frame for frame in frames if is_users(frame.file, program)] + nested
+    users = [frame for frame in frames if is_users(frame.file, program)]
+    last = [frame for frame in (frames[-1:] if users else frames) if not is_phalanx(frame.file)][-1:]
+    return users[-3:] + [frame for frame in last if frame not in users]
 
 
 def users_line(ending: Ending) -> Frame | None:
     """The innermost line of the user's in which it ended, if that is known."""
-    return next((frame for frame in reversed(_telling_frames(ending)) if not _is_library(frame.file)), None)
+    program = program_of(frame.file for frame in (ending.error.frames if ending.error else reversed(ending.crash)))
+    return next((frame for frame in reversed(_telling_frames(ending)) if is_users(frame.file, program)), None)
 
 
 def _telling_native(ending: Ending) -> list[NativeFrame]:
     """The innermost calls of native code that are neither the C library's nor the interpreter's."""
     return [frame for frame in ending.native if not Path(frame.library).name.startswith(_PLUMBING)][:3]
-
-
-def _is_library(file: str) -> bool:
-    if file.startswith(("<", _PACKAGE)) or "site-packages" in file or "dist-packages" in file:
-        return True
-    return file.startswith((sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")))
 
 
 def _place(frame: Frame) -> str:

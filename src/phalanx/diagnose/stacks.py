@@ -6,21 +6,18 @@ import ast
 import json
 import linecache
 import re
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.diagnose.report import shorten_path
+from phalanx.diagnose.user_code import is_users, program_of
 
 _THREAD = re.compile(
     r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?|Stack) \(most recent call first\):"
 )
 _LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
-# A rank may run under another interpreter than we do, so its library is known by the look of its path as well.
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/")
-_OURS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<")
 
 
 @dataclass(frozen=True)
@@ -64,11 +61,6 @@ class Thread:
         return self.lines[0] if self.lines else None
 
 
-def is_users(file: str) -> bool:
-    """Not torch's, not phalanx's, not the standard library's, not another package's."""
-    return not file.startswith(_OURS) and _LIBRARY.search(file) is None
-
-
 def main_thread(threads: Sequence[Thread]) -> Thread | None:
     return next((thread for thread in threads if thread.is_main), None)
 
@@ -86,7 +78,7 @@ def from_faulthandler(text: str) -> tuple[Thread, ...]:
     # listed newest first, and a very deep stack is cut off at that end.
     mains = [index for index, (_, lines) in enumerate(found) if lines and lines[-1].function == "<module>"]
     main = names.index("MainThread") if "MainThread" in names else mains[-1] if mains else len(found) - 1
-    return tuple(Thread(tuple(lines), name, index == main) for index, (name, lines) in enumerate(found))
+    return _with_owner(Thread(tuple(lines), name, index == main) for index, (name, lines) in enumerate(found))
 
 
 def from_py_spy(text: str) -> tuple[Thread, ...]:
@@ -95,7 +87,7 @@ def from_py_spy(text: str) -> tuple[Thread, ...]:
         found = json.loads(text)
     except ValueError:
         return ()
-    return tuple(
+    return _with_owner(
         Thread(
             tuple(_line(one["filename"], int(one["line"] or 0), one["name"]) for one in thread["frames"]),
             thread.get("thread_name") or "",
@@ -106,8 +98,18 @@ def from_py_spy(text: str) -> tuple[Thread, ...]:
 
 
 def _line(file: str, line: int, function: str) -> Line:
-    file = _unescaped(file)
-    return Line(file, line, _unescaped(function), is_users=is_users(file))
+    return Line(_unescaped(file), line, _unescaped(function))
+
+
+def _with_owner(threads: Iterable[Thread]) -> tuple[Thread, ...]:
+    """The same with the user's lines marked; the main thread's outermost line tells where the program lives."""
+    threads = tuple(threads)
+    main = main_thread(threads)
+    program = program_of(line.file for line in reversed(main.lines)) if main else ""
+    return tuple(
+        replace(thread, lines=tuple(replace(line, is_users=is_users(line.file, program)) for line in thread.lines))
+        for thread in threads
+    )
 
 
 def _unescaped(text: str) -> str:

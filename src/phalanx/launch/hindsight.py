@@ -17,7 +17,8 @@ from typing import Any
 
 from phalanx.diagnose.reduction import missing_gradients
 from phalanx.diagnose.report import shorten_path
-from phalanx.diagnose.stacks import is_users
+from phalanx.diagnose.user_code import is_users
+from phalanx.status.places import program_package
 
 _MOMENT = 1.0
 _MOST_DEATHS = 100
@@ -66,7 +67,7 @@ def tell_of_threads(tell: Callable[[Mapping[str, Any]], object]) -> None:
 
 def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
     """As diagnose.rank_record.ThreadDeath has it."""
-    lines = [line for line in traceback.extract_tb(args.exc_traceback) if is_users(line.filename)]
+    lines = [line for line in traceback.extract_tb(args.exc_traceback) if is_users(line.filename, program_package())]
     try:
         message = (str(args.exc_value).strip().splitlines() or [""])[0]
     except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
@@ -136,8 +137,9 @@ def _about_cuda(error: BaseException, trace: TracebackType | None) -> str:
     if torch is None or not _NO_CUDA.search(str(error)) or torch.cuda.is_available():
         return ""
     fact = "torch sees no GPU" if torch.version.cuda or torch.version.hip else "this torch has no CUDA"
-    frames = [frame for frame, _ in traceback.walk_tb(trace) if is_users(frame.f_code.co_filename)]
-    lines = [line for line in traceback.extract_tb(trace) if is_users(line.filename)]
+    program = program_package()
+    frames = [frame for frame, _ in traceback.walk_tb(trace) if is_users(frame.f_code.co_filename, program)]
+    lines = [line for line in traceback.extract_tb(trace) if is_users(line.filename, program)]
     return f"{fact}; the script asks for {_device(frames[-1], lines[-1].line or '') if frames else 'cuda'}"
 
 

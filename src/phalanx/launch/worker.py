@@ -271,7 +271,7 @@ def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_c
         time.time(),
         name,
         _shortened(message),
-        tuple(frames[-20:]),
+        (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
         text[-_LONGEST_TRACEBACK:],
         exit_code,
         hindsight.note(error, trace),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import re
+import sys
 import sysconfig
 import threading
 from collections.abc import Sequence
@@ -17,6 +19,21 @@ from phalanx.status.layout import NO_PLACE, WORD
 _STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _MOST_CODES = 10_000
 _HERE = str(Path(__file__).parent.parent) + os.sep
+_INSTALLED = re.compile(r".*/(?:site|dist)-packages/[^/]+")
+
+
+def installed_package(file: str) -> str:
+    """The installed package that a file belongs to, as the beginning of its files' paths; empty if it is in none.
+
+    The package of the program itself counts as the user's code: `python -m package.train`.
+    """
+    found = _INSTALLED.match(file)
+    return "" if found is None or file.startswith(_HERE) else found[0] + os.sep * (found.end() < len(file))
+
+
+def program_package() -> str:
+    """The installed package of the program that this process runs; empty for a script of the user's own."""
+    return installed_package(getattr(sys.modules.get("__main__"), "__file__", None) or "")
 
 
 class Places:
@@ -46,7 +63,8 @@ class Places:
         if file.startswith(self._never):
             return 0
         if "site-packages" in file or "dist-packages" in file:  # these may be below the standard library's
-            return 1
+            program = program_package()
+            return 2 if program and file.startswith(program) else 1
         return 0 if file.startswith(_STANDARD) else 2
 
     def find(self, frame: FrameType | None) -> int:
