@@ -15,12 +15,11 @@ import fsspec
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import phalanx as px
 from phalanx.checkpoint import command, layout, local, schedule, shares
 from phalanx.checkpoint.layout import Piece
-from phalanx.checkpoint.manifest import Broken, Manifest, decode
+from phalanx.checkpoint.manifest import Broken, Chunk, Described, Manifest, decode
 from phalanx.checkpoint.place import Fact, open_place
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.errors import CheckpointError, UsageError
@@ -63,7 +62,7 @@ def test_only_whole_checkpoints_and_only_the_newest_are_there(tmp_path: Path) ->
     assert loaded(path) == 4
     assert px.Checkpointer(path).steps() == [3, 4]
     names = sorted(each.name for each in (path / "step-4").iterdir())
-    assert names == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert names == ["manifest.json", "rank-0.safetensors"]
 
 
 def test_a_copy_is_saved_not_what_training_makes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,9 +101,7 @@ def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path, monkeypatch:
     saved(tmp_path, 7)
     aside = next(name for kind, name in done if name.startswith("step-7.tmp-"))
     assert done == [
-        ("sync", "__0_0.distcp"),
-        ("sync", ".metadata.tmp"),
-        ("rename", ".metadata"),
+        ("sync", "rank-0.safetensors"),
         ("sync", "manifest.json"),
         ("sync", aside),
         ("rename", "step-7"),
@@ -141,7 +138,7 @@ def test_an_older_step_beside_newer_ones_is_refused(tmp_path: Path) -> None:
 
 def test_what_an_earlier_run_left_is_removed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "step-3.tmp-0123456789ab").mkdir()
-    (tmp_path / "step-3.tmp-0123456789ab" / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "step-3.tmp-0123456789ab" / "rank-0.safetensors").write_bytes(b"half")
     (tmp_path / "step-1.old-01234567").mkdir()
     (tmp_path / "step-2").mkdir()
     (tmp_path / "notes").mkdir()
@@ -174,15 +171,17 @@ def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda step: (step / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-        (lambda step: os.truncate(step / "__0_0.distcp", 100), "__0_0.distcp has 100 bytes and should have"),
-        (lambda step: flip(step / "__0_0.distcp"), "__0_0.distcp is damaged: its checksum is"),
-        (lambda step: flip(step / ".metadata"), ".metadata is damaged: its checksum is"),
+        (lambda step: (step / "rank-0.safetensors").unlink(), "rank-0.safetensors is missing"),
+        (
+            lambda step: os.truncate(step / "rank-0.safetensors", 100),
+            "rank-0.safetensors has 100 bytes and should have",
+        ),
+        (lambda step: flip(step / "rank-0.safetensors"), "rank-0.safetensors is damaged: its checksum is"),
         (lambda step: flip(step / "manifest.json"), "manifest.json is damaged"),
         (lambda step: os.truncate(step / "manifest.json", 50), "manifest.json is damaged"),
         (lambda step: (step / "manifest.json").unlink(), "it has no manifest.json"),
         (lambda step: unreadable(step / "manifest.json"), "it cannot be read: Is a directory"),
-        (lambda step: unreadable(step / "__0_0.distcp"), "__0_0.distcp has"),
+        (lambda step: unreadable(step / "rank-0.safetensors"), "rank-0.safetensors has"),
     ],
 )
 def test_a_damaged_one_is_skipped_and_said(
@@ -321,7 +320,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert lines[0].endswith("1 rank  model, extra")
     assert command.main(["ls", str(tmp_path / "run"), "--json"]) == 0
     assert [each["step"] for each in json.loads(capsys.readouterr().out)] == [20, 1]
-    flip(tmp_path / "run/step-20/__0_0.distcp")
+    flip(tmp_path / "run/step-20/rank-0.safetensors")
     assert command.main(["verify", str(tmp_path / "run"), "--json"]) == 1
     assert [bool(each["problem"]) for each in json.loads(capsys.readouterr().out)] == [True, False]
     assert command.main(["verify", str(tmp_path / "run/step-1")]) == 0
@@ -399,28 +398,22 @@ def test_times(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_shares_are_equal_and_cover_everything_once(size: int) -> None:
     shapes = [(3_000, 700), (5,), (), (0, 4), (1, 900_000), (1_000_001,), (17, 3)]
-    pieces = [Piece(("model", str(n)), torch.zeros(shape), is_shared=True) for n, shape in enumerate(shapes)]
-    pieces += [Piece(("model", "buffer"), torch.zeros(50_000)), Piece(("step",), 3)]
-    plans, metadata = shares.plan(pieces, size)
-    covered = {piece.name: torch.zeros_like(piece.value) for piece in pieces if isinstance(piece.value, Tensor)}
+    pieces = [Piece(f"model.{n}", torch.zeros(shape), "shared") for n, shape in enumerate(shapes)]
+    pieces += [Piece("model.buffer", torch.zeros(50_000), "buffer"), Piece("extra.a", torch.zeros(7))]
+    covered = {piece.name: torch.zeros_like(piece.tensor) for piece in pieces}
     loads = []
-    for rank, plan in enumerate(plans):
+    for rank, parts in enumerate(shares.plan(pieces, size)):
         loads.append(0)
-        for item in plan.items:
-            if item.tensor_data is None:
-                continue
-            chunk = item.tensor_data.chunk
-            part = covered[item.index.fqn]
-            part = part[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]] if part.dim() else part
-            part += 1
-            loads[-1] += part.nbytes
-            assert item.index.fqn != "model.buffer" or rank == 0
+        for part in parts:
+            whole = covered[part.piece.name]
+            rows = whole[part.first : part.first + part.rows] if whole.dim() else whole
+            rows += 1
+            loads[-1] += rows.nbytes
+            assert part.piece.name != "model.buffer" or rank == 0
+        assert sum(part.piece.name == "model.0" for part in parts) <= 1
+    assert not covered.pop("extra.a").any()  # nobody but the rank that has it knows of it
     assert all((count == 1).all() for count in covered.values())
     assert max(loads) - min(loads) <= 3_600_000 + 2800  # one tensor has a single row, and stays in one piece
-    entry = metadata.state_dict_metadata["model.0"]
-    assert isinstance(entry, TensorStorageMetadata)
-    assert len(entry.chunks) <= size
-    assert [item.index.fqn for item in plans[-1].items][-1] == f"rng.{size - 1}"
 
 
 def test_parameters_and_their_optimizer_are_shared_and_nothing_else() -> None:
@@ -429,15 +422,19 @@ def test_parameters_and_their_optimizer_are_shared_and_nothing_else() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(4, 2)).sum().backward()
     optimizer.step()
-    pieces, _ = layout.pieces_of(
-        px.State(model=px.data_parallel(model), optimizer=optimizer, extra={"a": torch.ones(1)})
-    )
-    shared = {piece.name for piece in pieces if piece.is_shared and piece.tensor is not None}
+    state = px.State(model=px.data_parallel(model), optimizer=optimizer, extra={"a": torch.ones(1)})
+    pieces = layout.flatten(state, 0, trust=False).pieces
+    shared = {piece.name for piece in pieces if piece.kind == "shared"}
+    assert shared == {piece.name for piece in pieces if piece.is_late}
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     keys = ("step", "exp_avg", "exp_avg_sq")
     assert shared == {f"model.{name}" for name in names} | {f"optimizer.state.{n}.{k}" for n in names for k in keys}
-    rest = {piece.name for piece in pieces} - shared
-    assert {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "extra", "step"} <= rest
+    buffers = {piece.name for piece in pieces if piece.kind == "buffer"}
+    assert buffers == {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked"}
+    own = {piece.name for piece in pieces if piece.kind == "own"}
+    assert own == {"extra.a", "rng.0.numpy.1", "rng.0.torch"}
+    others = {piece.name for piece in layout.flatten(state, 1, trust=False).pieces}
+    assert others == shared | buffers | {"rng.1.numpy.1", "rng.1.torch"}
 
 
 def test_what_is_not_a_plain_tensor_is_refused_or_kept_whole(tmp_path: Path) -> None:
@@ -458,9 +455,16 @@ def test_what_is_not_a_plain_tensor_is_refused_or_kept_whole(tmp_path: Path) -> 
 
     with pytest.raises(UsageError, match=r"optimizer.state.w.x is a Odd, and px.Checkpointer saves plain tensors"):
         px.Checkpointer(tmp_path).save(1, optimizer=Holder(torch.zeros(2).as_subclass(Odd)))
-    pieces, _ = layout.pieces_of(px.State(optimizer=Holder(torch.eye(3).to_sparse())))
-    plans, _ = shares.plan(pieces, 2)
-    assert "optimizer.state.w.x" in [item.index.fqn for item in plans[0].items if item.tensor_data is None]
+    for odd in (torch.eye(3).to_sparse(), torch.ones(2, dtype=torch.complex128)):
+        with pytest.raises(UsageError, match=r"optimizer\['state'\]\['w'\]\['x'\] is a tensor of torch.*trust=True"):
+            px.Checkpointer(tmp_path).save(1, optimizer=Holder(odd))
+        with px.Checkpointer(tmp_path / "trusted", trust=True) as checkpointer:
+            checkpointer.save(1, optimizer=Holder(odd))
+        holder = Holder(None)
+        with pytest.raises(CheckpointError, match=r"has objects that were pickled, .* trust=True"):
+            px.Checkpointer(tmp_path / "trusted").load_latest(optimizer=holder)
+        px.Checkpointer(tmp_path / "trusted", trust=True).load_latest(optimizer=holder)
+        assert (holder.value["state"] == {}) or torch.equal(holder.value["state"][0]["x"].to_dense(), odd.to_dense())
 
 
 def test_a_state_goes_through_torch_save(tmp_path: Path) -> None:
@@ -484,13 +488,15 @@ def test_a_state_goes_through_torch_save(tmp_path: Path) -> None:
 
 
 def test_a_manifest_says_what_it_said(tmp_path: Path) -> None:
-    manifest = Manifest(3, 1.5, 2, ("model",), "0.1", "2.13", {"a": Fact(10, 77)})
+    tensors = {"model.a": Described("F32", (2,), (Chunk(0, 0, 1), Chunk(1, 1, 1)))}
+    files = {"rank-0.safetensors": Fact(10, 77), "rank-1.safetensors": Fact(9, 5)}
+    manifest = Manifest(3, 1.5, 2, ("model",), "0.1", "2.13", files, tensors, {"model": {}}, [None, None])
     assert decode(manifest.encode()) == manifest
     for content in (b"", b"{}", b"[1]", manifest.encode().replace(b"77", b"78"), manifest.encode()[:-9]):
         with pytest.raises(Broken):
             decode(content)
     later = json.loads(manifest.encode())
-    assert later["version"] == 1
+    assert later["version"] == 2
     assert Shelf(open_place(tmp_path)).entries() == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file, not a directory of checkpoints"):

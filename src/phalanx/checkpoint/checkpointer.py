@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from phalanx import world as worlds
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.finder import Finder
+from phalanx.checkpoint.gate import Gate
 from phalanx.checkpoint.place import open_place
+from phalanx.checkpoint.records import Share, share_of
 from phalanx.checkpoint.saving import Saving, Task
 from phalanx.checkpoint.shelf import Shelf
-from phalanx.checkpoint.state import State
+from phalanx.checkpoint.state import State, check_step, to_load, to_save
 from phalanx.checkpoint.words import note, say
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.status.layout import CHECKPOINT
@@ -39,6 +42,10 @@ class Checkpointer:
         every: save() saves when a multiple of so many steps is reached, or when so much time has passed ("10min").
             Left out, every call saves.
         asynchronous: False makes save() return only when the checkpoint is whole.
+        trust: True pickles objects of any class in the state, loads them again, and loads checkpoints of the form that
+            was written before. Loading then runs code from the checkpoint.
+        mode: of new files, such as 0o640; directories get it too, with the right to enter where there is one to read.
+            Left out, only the owner may read them, unless the umask is one for a group (such as 0o027).
     """
 
     def __init__(
@@ -48,15 +55,19 @@ class Checkpointer:
         every: int | str | None = None,
         *,
         asynchronous: bool = True,
+        trust: bool = False,
+        mode: int | None = None,
     ) -> None:
-        if keep is not None and (isinstance(keep, bool) or keep < 1):
+        if keep is not None and (type(keep) is not int or keep < 1):
             raise UsageError(f"keep={keep!r} would keep nothing; give 1 or more, or None to keep all.")
-        self._shelf = Shelf(open_place(path))
-        self._keep, self._asynchronous = keep, asynchronous
+        if mode is not None and (type(mode) is not int or mode & ~0o777 or mode & 0o600 != 0o600):
+            raise UsageError(f"mode={mode!r} is no mode of a file that its owner can read and write, such as 0o640.")
+        self._shelf = Shelf(open_place(path, mode))
+        self._keep, self._asynchronous, self._trust = keep, asynchronous, trust
         self._council = Council()
         self._schedule = schedule.parse(every, self._council.lead)
         self._note = functools.partial(note, self._council.rank)
-        self._copies = shares.Copies()
+        self._copies, self._gate = shares.Copies(), Gate()
         self._token: str | None = None
         """Of this run's saves; known once the first begins."""
         self._unlock: Callable[[], None] | None = None
@@ -64,7 +75,7 @@ class Checkpointer:
         self._saves = 0
         self._last: int | None = None
         """The step that was saved or loaded last."""
-        self._finder = Finder(self._shelf, self._council, self._note)
+        self._finder = Finder(self._shelf, self._council, self._note, trust)
         worlds.before_leaving(self.close)
 
     # ---- saving
@@ -84,7 +95,7 @@ class Checkpointer:
 
         An error of the save before is raised here, on all ranks. ``force`` saves in any case, at the end of a run.
         """
-        state = _state(step, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        state = to_save(step, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
         if state.step < 0 or (self._last is not None and state.step < self._last):
             raise UsageError(
                 f"step {state.step} is to be saved after step {self._last}; steps count upwards, from 0."
@@ -103,22 +114,36 @@ class Checkpointer:
         return True
 
     def _begin(self, state: State) -> None:
+        """An error of this rank alone is told to the others too, which raise it when they wait for this save."""
         council = self._council
         started = time.perf_counter()
-        pieces, rng = layout.pieces_of(state)
         if self._token is None:
             self._token = self._open(state.step)
-        plans, metadata = shares.plan(pieces, council.size)
-        digest = layout.digest(pieces)
-        size = sum(piece.tensor.nbytes for piece in pieces if piece.tensor is not None)
-        task = Task(state.step, self._saves, self._token, state.parts, digest, plans, metadata, self._keep, size)
-        self._copies.take(plans[council.rank], pieces, rng, council.rank)
+        failure: Exception | None = None
+        try:
+            flat = layout.flatten(state, council.rank, self._trust)
+            pieces = flat.pieces
+            parts = shares.plan(pieces, council.size)[council.rank]
+            parts += [shares.whole(piece) for piece in pieces if piece.kind == "own"]
+            self._copies.take(parts)
+            share = share_of(state.step, flat, parts, council.rank)
+        except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)
+            failure = _explained(error, council.rank, state.step)
+            if council.size == 1:
+                if not self._saves:
+                    self._release()
+                raise failure from error.__cause__ if failure is error else error
+            pieces, share = [], Share(state.step, "", error=str(failure))
+        size = sum(piece.tensor.nbytes for piece in pieces)
+        task = Task(state.step, self._saves, self._token, state.parts, share, self._keep, size, council.begin_save())
         self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=self._copies.bytes)
-        self._saving = Saving(task, self._copies, council, self._shelf, self._note)
+        self._saving = Saving(task, self._copies, self._gate, council, self._shelf, self._note)
         self._saves += 1
         self._last = state.step
         self._schedule.done(state.step)
         self._saving.start()
+        if failure is not None:
+            raise failure
 
     def _open(self, step: int) -> str:
         """Before the first save: nobody else writes here, and nothing is left of those that did."""
@@ -139,7 +164,10 @@ class Checkpointer:
                 raise
             return uuid.uuid4().hex[:12]
 
-        return self._council.lead(prepare)
+        token = self._council.lead(prepare)
+        if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{12}", token):
+            raise CheckpointError("the run's store has something else than what rank 0 has said there.")
+        return token
 
     def _check_order(self, step: int) -> None:
         later = [entry.step for entry in self._shelf.whole() if entry.directory not in self._finder.broken]
@@ -178,6 +206,7 @@ class Checkpointer:
         if unlock is not None:
             unlock()
         self._token = None
+        self._gate.remove()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -200,7 +229,8 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
         self.wait()
-        return self._council.lead(lambda: sorted(entry.step for entry in self._shelf.whole()))
+        found = self._council.lead(lambda: sorted(entry.step for entry in self._shelf.whole()))
+        return [int(step) for step in found]
 
     def load_latest(
         self,
@@ -216,7 +246,7 @@ class Checkpointer:
 
         Damaged ones are skipped, with a line that says why.
         """
-        target = _state(state or 0, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        target = to_load(state, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
         self.wait()
         return self._took(target) if self._finder.load_latest(target) else None
 
@@ -232,7 +262,8 @@ class Checkpointer:
         extra: dict[str, Any] | None = None,
     ) -> State:
         """Loads the checkpoint of one step; CheckpointError if it is not there, or damaged."""
-        target = _state(state or 0, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        target = to_load(state, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
+        check_step(step)
         self.wait()
         self._finder.load(step, target)
         return self._took(target)
@@ -243,10 +274,9 @@ class Checkpointer:
         return state
 
 
-def _state(state: int | State, **parts: Any) -> State:
-    given = {name: value for name, value in parts.items() if value is not None}
-    if not isinstance(state, State):
-        return State(step=state, **given)
-    if given:
-        raise UsageError(f"both a State and {', '.join(given)} were given; put them into the State.")
-    return state
+def _explained(error: Exception, rank: int, step: int) -> Exception:
+    if isinstance(error, UsageError | CheckpointError):
+        return error
+    told = CheckpointError(f"rank {rank} could not take the state of step {step}: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

@@ -20,6 +20,11 @@ from phalanx.errors import CheckpointError
 _DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."
 
 
+_NOT_PROVED = (
+    "whole: every byte is the one that was written. It does not prove who wrote it, or that it fits your model."
+)
+
+
 def main(argv: list[str]) -> int:
     """Entry of ``phalanx checkpoint``; returns the exit code: 1 when a checkpoint is damaged."""
     arguments = _parser().parse_args(argv)
@@ -39,6 +44,9 @@ def _parser() -> Parser:
         command.add_argument("path", metavar="PATH", help="the directory given to px.Checkpointer, or one of its steps")
         if name == "export":
             command.add_argument("out", metavar="OUT.safetensors", type=Path)
+            command.add_argument(
+                "--trust", action="store_true", help="also from checkpoints that run code when they are read"
+            )
         else:
             command.add_argument("--json", action="store_true", help="for programs")
         if name != "ls":
@@ -66,6 +74,8 @@ def _verify(arguments: argparse.Namespace) -> int:
             print(f"{entry.directory:<14}  {f'damaged: {problem}' if problem else f'whole, {_size(entry)}'}")
     if arguments.json:
         print(json.dumps(found, indent=1))
+    else:
+        print(_NOT_PROVED)
     return 1 if any(each["problem"] for each in found) else 0
 
 
@@ -77,7 +87,7 @@ def _export(arguments: argparse.Namespace) -> int:
             continue
         from phalanx.checkpoint.export import export
 
-        count = export(shelf.place, entry, arguments.out)
+        count = export(shelf.place, entry, arguments.out, arguments.trust)
         print(f"{arguments.out}: {count} tensors of step {entry.step}")
         return 0
     raise CheckpointError(f"{arguments.path} has no whole checkpoint to export.")

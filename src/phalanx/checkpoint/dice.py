@@ -11,6 +11,7 @@ import numpy
 import torch
 
 from phalanx import seeds
+from phalanx.checkpoint.manifest import Broken
 
 
 def take(device: torch.device) -> dict[str, Any]:
@@ -21,6 +22,21 @@ def take(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
+
+
+def check(state: Any) -> None:
+    """Raises Broken for what `take` has not taken."""
+    try:
+        version, numbers, _ = state["python"]
+        kind, keys, *rest = state["numpy"]
+        bytes_of = [state["torch"], *([] if state["cuda"] is None else [state["cuda"]])]
+        is_right = type(version) is int and len(numbers) == 625 and all(type(each) is int for each in numbers)
+        is_right &= isinstance(kind, str) and isinstance(keys, numpy.ndarray) and len(rest) == 3
+        is_right &= all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in bytes_of)
+    except (KeyError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise Broken("its random generators are damaged")
 
 
 def give_back(state: Mapping[str, Any], device: torch.device) -> None:

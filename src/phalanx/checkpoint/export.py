@@ -7,25 +7,24 @@ import os
 import uuid
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.checkpoint.files import read_metadata, read_values
+from phalanx.checkpoint.loading import open_content
+from phalanx.checkpoint.manifest import Broken
 from phalanx.checkpoint.place import Place
 from phalanx.checkpoint.shelf import Entry
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import CheckpointError
 
 
-def export(place: Place, entry: Entry, out: Path) -> int:
+def export(place: Place, entry: Entry, out: Path, trust: bool) -> int:
     """Writes the tensors of the model, under their own names; returns how many."""
     try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError:
-        raise UsageError("safetensors is not installed; `pip install 'phalanx[export]'` brings it.") from None
-    metadata = read_metadata(place, entry.directory)
-    names = [name for name in metadata.state_dict_metadata if metadata.planner_data[name][0] == "model"]
-    values = read_values(place, entry.directory, metadata, names)
-    tensors = {name.removeprefix("model."): value for name, value in values.items() if isinstance(value, Tensor)}
+        nested, _ = open_content(place, entry, trust).read({"model"}, 0)
+    except Broken as error:
+        raise CheckpointError(f"{entry.directory} in {place} is damaged: {error}.") from None
+    tensors = {name: value for name, value in nested.get("model", {}).items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(f"{entry.directory} in {place} has no model to export; it was saved without one.")
     aside = out.with_name(f".{out.name}-{uuid.uuid4().hex[:8]}")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from phalanx import attempt
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.loading import Loaded
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.manifest import Broken
+from phalanx.checkpoint.shelf import Shelf, check_name
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.words import say
 from phalanx.errors import CheckpointError
@@ -17,8 +18,8 @@ from phalanx.errors import CheckpointError
 class Finder:
     """Loads from a shelf, on all ranks alike."""
 
-    def __init__(self, shelf: Shelf, council: Council, note: Callable[..., None]) -> None:
-        self._shelf, self._council, self._note = shelf, council, note
+    def __init__(self, shelf: Shelf, council: Council, note: Callable[..., None], trust: bool) -> None:
+        self._shelf, self._council, self._note, self._trust = shelf, council, note, trust
         self.broken: set[str] = set()
         """Directories that were found to be damaged; complete on rank 0."""
 
@@ -29,6 +30,7 @@ class Finder:
             directory = self._council.lead(lambda: self._newest(skipped))
             if directory is None:
                 return False
+            check_name(directory)
             problem = self._try(directory, state)
             if not problem:
                 return True
@@ -36,7 +38,7 @@ class Finder:
                 self._skip(directory, problem, skipped)
 
     def load(self, step: int, state: State) -> None:
-        directory = self._council.lead(lambda: self._of_step(step))
+        directory = check_name(self._council.lead(lambda: self._of_step(step)))
         if problem := self._try(directory, state):
             raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {problem}.")
 
@@ -72,19 +74,25 @@ class Finder:
     def _try(self, directory: str, state: State) -> str:
         """What is wrong with it, for any rank; ``state`` is changed only if nothing is.
 
-        Each rank sums up its share of the files. Only when all of them are right does any rank read on, for what is
-        damaged must not be unpickled.
+        Each rank sums up its share of the files. Only when all of them are right does any rank read on. A checkpoint
+        that one rank cannot take is a CheckpointError on all of them.
         """
         council = self._council
         started = time.perf_counter()
         entry = self._shelf.entry(directory)
         if problem := self._of_all(self._shelf.verify(entry, council.rank, council.size)):
             return problem
-        loaded, problem = None, ""
+        loaded, problem, refusal = None, "", ""
         try:
-            loaded = Loaded(self._shelf.place, entry, state, council.world)
+            loaded = Loaded(self._shelf.place, entry, state, council.world, self._trust)
         except OSError as error:
             problem = f"it cannot be read: {error.strerror or error}"
+        except Broken as error:
+            problem = str(error)
+        except CheckpointError as error:
+            refusal = str(error)
+        if refusal := self._of_all(refusal):
+            raise CheckpointError(refusal)
         if problem := self._of_all(problem):
             return problem
         assert loaded is not None
@@ -96,4 +104,4 @@ class Finder:
     def _of_all(self, problem: str) -> str:
         """The first of what the ranks have found."""
         told = self._council.gather(problem)
-        return self._council.lead(lambda: next((each for each in told or () if each), ""))
+        return str(self._council.lead(lambda: next((each for each in told or () if each), "")))

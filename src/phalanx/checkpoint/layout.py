@@ -1,119 +1,167 @@
-"""A state as a flat list of named values, the way torch.distributed.checkpoint (DCP) stores one, and back.
+"""A state as a flat list of named tensors and a tree of plain values.
 
-Tensors of the model and the optimizer are stored one by one, under the names that DCP's own flattening gives them, so
-that plain DCP code finds them. The other parts are stored whole: DCP would turn the keys of their dicts into strings.
+Tensors of the model and the optimizer have the names that torch.distributed.checkpoint (DCP) gives them, so that plain
+DCP code finds them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+import io
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint import values
+from phalanx.checkpoint.shard import dtype_name
 from phalanx.checkpoint.state import State, on_cpu
+from phalanx.checkpoint.values import Path
 from phalanx.errors import UsageError
 
-Path = tuple[str | int, ...]
+_ALIKE = ("model", "optimizer")
+"""Parts whose tensors have the same names and shapes on all ranks."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One value of a state."""
+    """One tensor of a state."""
 
-    path: Path
-    value: Any
-    """A tensor, or anything that can be pickled."""
-    is_shared: bool = False
-    """Equal on all ranks, bit for bit, so that any of them can write it. The others are rank 0's."""
-
-    @property
-    def tensor(self) -> Tensor | None:
-        """None for what is pickled whole."""
-        value = self.value
-        is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-        return value if is_plain else None
-
-    @property
-    def name(self) -> str:
-        return ".".join(map(str, self.path))
+    name: str
+    tensor: Tensor
+    kind: Literal["shared", "buffer", "own"] = "own"
+    """shared: equal on all ranks, bit for bit, so that any of them can write it. buffer: every rank has one, and rank 0
+    writes its own. own: the rank that has it writes it, and the others know nothing of it."""
+    is_late: bool = False
+    """Nothing but an optimizer's step is going to change it, so that its copy may be made until then."""
 
 
-def random_name(rank: int) -> str:
-    return f"rng.{rank}"
+@dataclass(frozen=True)
+class Flat:
+    """All of a state, as one rank saves it."""
+
+    pieces: list[Piece]
+    values: dict[str, Any]
+    """What is no tensor, encoded; only rank 0's is saved."""
+    rng: Any
+    """The random generators of this rank, encoded."""
 
 
-def pieces_of(state: State) -> tuple[list[Piece], Any]:
-    """All of a state but for the random numbers, and those of this rank."""
+def flatten(state: State, rank: int, trust: bool) -> Flat:
+    """Copies nothing but what is pickled; UsageError for what cannot be saved."""
     nested = state.state_dict()
-    parameters = state.parameters()
     rng = nested.pop("rng")
-    pieces = [Piece(("step",), nested["step"])]
-    for name, value in nested.get("model", {}).items():
+    del nested["step"]  # the manifest has it
+    keeper = _Keeper(state, rank, trust)
+    try:
+        encoded = {
+            part: values.encode(content, (part,), keeper.keep)
+            for part, content in nested.items()
+            if rank == 0 or part in _ALIKE
+        }
+        return Flat(keeper.pieces, encoded, values.encode(rng, ("rng", rank), keeper.keep))
+    except values.NotPlain as error:
+        raise UsageError(
+            f"{error}, and px.Checkpointer saves tensors and plain values; turn it into those, or give "
+            "px.Checkpointer(…, trust=True), which pickles it: loading then runs code from the checkpoint."
+        ) from None
+
+
+class _Keeper:
+    """Collects the tensors of a state, and gives each a name of its own."""
+
+    def __init__(self, state: State, rank: int, trust: bool) -> None:
+        self.pieces: list[Piece] = []
+        self._names: set[str] = set()
+        self._rank, self._trust = rank, trust
+        self._parameters = state.parameters()
+        self._stepped = _stepped(state.optimizer)
+
+    def keep(self, path: Path, value: Any) -> tuple[Literal["tensor", "array", "pickle"], str] | None:
+        if isinstance(value, Tensor) and type(value) not in values.TENSORS and path[0] in _ALIKE:
+            raise UsageError(
+                f"{'.'.join(map(str, path))} is a {type(value).__name__}, and px.Checkpointer saves plain tensors that "
+                "all ranks have; save such a model with torch.distributed.checkpoint."
+            )
+        tensor = _plain(value)
+        if tensor is None and not self._trust:
+            return None
+        name = self._name(path)
+        if tensor is not None and isinstance(value, Tensor):
+            piece = Piece(name, tensor, *self._kind(path, tensor))
+        else:
+            piece = Piece(name, _pickled(value) if tensor is None else tensor)
+        if piece.kind != "own" or self._rank == 0 or path[0] == "rng":
+            self.pieces.append(piece)
+        return "pickle" if tensor is None else "array" if values.is_array(value) else "tensor", name
+
+    def _kind(self, path: Path, tensor: Tensor) -> tuple[Literal["shared", "buffer", "own"], bool]:
         # Buffers, such as the averages of a BatchNorm, differ between the ranks; those of rank 0 are the ones that
         # DDP gives to all at the next step.
-        pieces.append(_piece(("model", name), value, is_shared=name in parameters))
-    if "optimizer" in nested:
-        pieces += _of_optimizer(nested["optimizer"])
-    pieces += [Piece((part,), on_cpu(nested[part])) for part in ("scheduler", "sampler", "extra") if part in nested]
-    return pieces, rng
+        on_host = tensor.device.type == "cpu" and not tensor.is_inference()
+        if path[0] == "model" and len(path) == 2:
+            parameter = self._parameters.get(path[1])
+            if parameter is None:
+                return "buffer", False
+            return "shared", on_host and id(parameter) in self._stepped
+        if path[:2] == ("optimizer", "state"):
+            return "shared", on_host and bool(self._stepped)
+        return "own", False
+
+    def _name(self, path: Path) -> str:
+        plain = name = ".".join(map(str, path))
+        number = 1
+        while name in self._names:
+            number += 1
+            name = f"{plain}#{number}"
+        self._names.add(name)
+        return name
 
 
-def _of_optimizer(state: Mapping[str, Any]) -> Iterator[Piece]:
-    for name, values in state["state"].items():
-        if not isinstance(values, Mapping):
-            yield _piece(("optimizer", "state", name), values, is_shared=True)
-            continue
-        for key, value in values.items():
-            yield _piece(("optimizer", "state", name, key), value, is_shared=True)
-    for number, group in enumerate(state["param_groups"]):
-        for key, value in group.items():
-            yield Piece(("optimizer", "param_groups", number, key), on_cpu(value))
+def _stepped(optimizer: Any) -> set[int]:
+    """The parameters that only a step of this optimizer changes, as far as such a step can be held back."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return set()
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _piece(path: Path, value: Any, is_shared: bool) -> Piece:
-    if not isinstance(value, Tensor):
-        return Piece(path, on_cpu(value))
-    if type(value) not in (Tensor, torch.nn.Parameter):
-        raise UsageError(
-            f"{'.'.join(map(str, path))} is a {type(value).__name__}, and px.Checkpointer saves plain tensors that all "
-            "ranks have; save such a model with torch.distributed.checkpoint."
-        )
-    piece = Piece(path, value.detach(), is_shared)
-    return piece if piece.tensor is not None else Piece(path, on_cpu(value))
+def _plain(value: Any) -> Tensor | None:
+    """What a file of safetensors can hold; None for everything else."""
+    if values.is_array(value):
+        try:
+            return _plain(torch.from_numpy(numpy.array(value)))
+        except TypeError:  # a type that torch does not have
+            return None
+    if type(value) not in values.TENSORS or value.layout != torch.strided or value.is_quantized:
+        return None
+    return value.detach() if dtype_name(value.dtype) is not None else None
+
+
+def _pickled(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(on_cpu(value), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpickled(content: Tensor) -> Any:
+    """Runs whatever the pickle says."""
+    return torch.load(io.BytesIO(content.numpy().tobytes()), map_location="cpu", weights_only=False)
 
 
 def digest(pieces: Iterable[Piece]) -> str:
     """Equal on two ranks that are about to save the same things: names, types and shapes."""
     found = hashlib.blake2b(digest_size=8)
     for piece in pieces:
-        tensor = piece.tensor
-        kind = f"{tensor.dtype} {tuple(tensor.shape)}" if tensor is not None else "object"
-        found.update(f"{piece.name} {kind} {piece.is_shared}\n".encode())
+        if piece.kind != "own":
+            found.update(f"{piece.name} {piece.tensor.dtype} {tuple(piece.tensor.shape)} {piece.kind}\n".encode())
     return found.hexdigest()
 
 
-def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[str, Any]:
-    """What `State.load_state_dict` takes, from what was read."""
-    root: dict[str, Any] = {"optimizer": {"state": {}, "param_groups": []}}
-    for name, value in values.items():
-        _put(root, paths[name], value)
-    if not root["optimizer"]["param_groups"]:
-        del root["optimizer"]
-    return root
-
-
-def _put(root: dict[str, Any], path: Path, value: Any) -> None:
-    place: Any = root
-    for key, following in itertools.pairwise(path):
-        if isinstance(place, list):
-            while len(place) <= int(key):
-                place.append({})
-            place = place[int(key)]
-        else:
-            place = place.setdefault(key, [] if isinstance(following, int) else {})
-    place[path[-1]] = value
+def model_shapes(tree: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...] | None]:
+    """The entries of the saved model's state dict; None for those that are no tensors."""
+    model = tree.get("model", {})
+    items = model["$ordered"][0] if "$ordered" in model else model.items()
+    return {name: shapes.get(node.get("$tensor", "") if isinstance(node, dict) else "") for name, node in items}

@@ -3,59 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from phalanx.checkpoint import dice, optimizers
-from phalanx.checkpoint.files import read_metadata, read_values
-from phalanx.checkpoint.layout import nested, random_name
-from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint import dice, layout, optimizers
+from phalanx.checkpoint.manifest import LEGACY, Broken, Manifest
 from phalanx.checkpoint.place import Place
+from phalanx.checkpoint.shard import Shards
 from phalanx.checkpoint.shelf import Entry
 from phalanx.checkpoint.state import State, unwrapped
+from phalanx.checkpoint.values import Decoder
 from phalanx.errors import CheckpointError
 from phalanx.world import World
 
 _SHOWN = 3
+_TRUST = "Give trust=True, to px.Checkpointer or as --trust, if you trust whoever wrote it."
+
+
+class Content(Protocol):
+    """What one checkpoint holds, whatever its form."""
+
+    @property
+    def model(self) -> dict[str, tuple[int, ...] | None]:
+        """The entries of the model's state dict, with the shapes of those that are tensors."""
+        ...
+
+    def read(self, parts: set[str], rank: int) -> tuple[dict[str, Any], Any]:
+        """Those parts, as `State.load_state_dict` takes them, and the random generators of a rank."""
+        ...
+
+
+def open_content(place: Place, entry: Entry, trust: bool) -> Content:
+    """CheckpointError if reading it would run code, and that is not wanted."""
+    assert entry.manifest is not None
+    if entry.manifest.version != LEGACY:
+        return _Sharded(place, entry.directory, entry.manifest, trust)
+    if not trust:
+        raise CheckpointError(
+            f"{entry.directory} in {place} was written by phalanx {entry.manifest.phalanx} as pickles, and loading it "
+            f"runs code from it. {_TRUST}"
+        )
+    from phalanx.checkpoint.legacy import Legacy
+
+    return Legacy(place, entry.directory)
+
+
+class _Sharded:
+    def __init__(self, place: Place, directory: str, manifest: Manifest, trust: bool) -> None:
+        self._place, self._directory, self._manifest, self._trust = place, directory, manifest, trust
+
+    @property
+    def model(self) -> dict[str, tuple[int, ...] | None]:
+        shapes = {name: each.shape for name, each in self._manifest.tensors.items()}
+        try:
+            return layout.model_shapes(self._manifest.values, shapes)
+        except (TypeError, ValueError, LookupError, AttributeError):
+            raise Broken("its values are damaged") from None
+
+    def read(self, parts: set[str], rank: int) -> tuple[dict[str, Any], Any]:
+        manifest = self._manifest
+        with Shards(self._place, self._directory, manifest) as shards:
+            decoder = Decoder(shards.read, self._unpickled)
+            nested = {part: decoder.decode(node) for part, node in manifest.values.items() if part in parts}
+            return {**nested, "step": manifest.step}, decoder.decode(manifest.rng[rank])
+
+    def _unpickled(self, content: Tensor) -> Any:
+        if not self._trust:
+            raise CheckpointError(
+                f"{self._directory} in {self._place} has objects that were pickled, and loading them runs code from "
+                f"it. {_TRUST}"
+            )
+        return layout.unpickled(content)
 
 
 class Loaded:
     """The content of a checkpoint in memory, as far as ``state`` wants it."""
 
-    def __init__(self, place: Place, entry: Entry, state: State, world: World) -> None:
+    def __init__(self, place: Place, entry: Entry, state: State, world: World, trust: bool) -> None:
         assert entry.manifest is not None
-        self._manifest: Manifest = entry.manifest
         self._world = world
-        metadata = read_metadata(place, entry.directory)
-        _check_fit(f"step {entry.step} in {place}", self._manifest, metadata, state)
-        self._values = read_values(place, entry.directory, metadata, self._wanted(metadata, state))
-        self._nested = nested(self._values, metadata.planner_data)
+        self._is_same_size = entry.manifest.world_size == world.size
+        content = open_content(place, entry, trust)
+        _check_fit(f"step {entry.step} in {place}", entry.manifest, content, state)
+        self._nested, self._rng = content.read({*state.parts, "extra"}, world.rank if self._is_same_size else 0)
+        dice.check(self._rng)
         if state.optimizer is not None:
             optimizers.check(state.optimizer, self._nested["optimizer"])
 
-    def _wanted(self, metadata: Metadata, state: State) -> list[str]:
-        heads = {"step", *state.parts, "extra"}
-        names = [name for name in metadata.state_dict_metadata if metadata.planner_data[name][0] in heads]
-        return [*names, random_name(self._world.rank if self._is_same_size else 0)]
-
-    @property
-    def _is_same_size(self) -> bool:
-        return self._manifest.world_size == self._world.size
-
     def hand_over(self, state: State) -> None:
-        state.load_state_dict({name: value for name, value in self._nested.items() if name != "rng"})
-        rank, size, device = self._world.rank, self._world.size, self._world.device
+        state.load_state_dict(self._nested)
+        rank, size, device, rng = self._world.rank, self._world.size, self._world.device, self._rng
         if self._is_same_size:
-            own = self._values[random_name(rank)]
-            state.set_random(lambda: dice.give_back(own, device))
+            state.set_random(lambda: dice.give_back(rng, device))
         else:
-            first = self._values[random_name(0)]
-            state.set_random(lambda: dice.draw_anew(first, rank, size))
+            state.set_random(lambda: dice.draw_anew(rng, rank, size))
 
 
-def _check_fit(where: str, manifest: Manifest, metadata: Metadata, state: State) -> None:
+def _check_fit(where: str, manifest: Manifest, content: Content, state: State) -> None:
     """Raises CheckpointError with names and shapes."""
     missing = [part for part in state.parts if part not in manifest.parts and part != "extra"]
     if missing:
@@ -64,24 +109,17 @@ def _check_fit(where: str, manifest: Manifest, metadata: Metadata, state: State)
         )
     if state.model is None:
         return
-    saved = {
-        name.removeprefix("model."): entry
-        for name, entry in metadata.state_dict_metadata.items()
-        if metadata.planner_data[name][0] == "model"
-    }
-    found = _misfits(saved, unwrapped(state.model).state_dict())
+    found = _misfits(content.model, unwrapped(state.model).state_dict())
     if found:
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise CheckpointError(f"{where} does not fit the model: {'; '.join(found[:_SHOWN])}{more}.")
 
 
-def _misfits(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+def _misfits(saved: Mapping[str, tuple[int, ...] | None], own: Mapping[str, Any]) -> list[str]:
     found = [f"{name} is not in the checkpoint" for name in own if name not in saved]
     found += [f"{name} is not in the model" for name in saved if name not in own]
     for name, value in own.items():
-        entry = saved.get(name)
-        if isinstance(value, Tensor) and isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
-            found.append(
-                f"{name} has shape {tuple(entry.size)} in the checkpoint and {tuple(value.shape)} in the model"
-            )
+        shape = saved.get(name)
+        if isinstance(value, Tensor) and shape is not None and shape != tuple(value.shape):
+            found.append(f"{name} has shape {shape} in the checkpoint and {tuple(value.shape)} in the model")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
 from abc import ABC, abstractmethod
@@ -13,7 +14,9 @@ from typing import IO
 from phalanx.errors import UsageError
 
 PIECE = 1 << 22
-"""Bytes read at a time: enough for the disk, little beside a model."""
+"""Bytes read or written at a time: enough for the disk, little beside a model."""
+ALIGNED = 4096
+"""Where memory has to begin that a disk is written to from directly."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,21 @@ class Fact:
 
     bytes: int
     crc32: int
+
+
+class Summed:
+    """A file that is being written, with its size and checksum so far."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.fact = Fact(0, 0)
+
+    def write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        for at in range(0, len(view), PIECE):
+            piece = view[at : at + PIECE]
+            self._file.write(piece)
+            self.fact = Fact(self.fact.bytes + len(piece), zlib.crc32(piece, self.fact.crc32))
 
 
 class Place(ABC):
@@ -51,9 +69,6 @@ class Place(ABC):
         """Harmless if it is there already."""
 
     @abstractmethod
-    def rename_file(self, directory: str, name: str, to: str) -> None: ...
-
-    @abstractmethod
     def names_for(self, step: int, token: str) -> tuple[str, str]:
         """The directory in which step ``step`` is written, and the one in which it is found when it is whole."""
 
@@ -79,9 +94,20 @@ class Place(ABC):
 
     # ---- built from these
 
-    def read(self, directory: str, name: str) -> bytes:
+    def read(self, directory: str, name: str, most: int) -> bytes:
+        """The whole file; OSError if it has more bytes than ``most``."""
         with self.open(directory, name) as file:
-            return file.read()
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return content
+
+    def write(self, directory: str, name: str, content: bytes | memoryview) -> Fact:
+        """Writes a whole file, as durable as it gets here."""
+        with self.create(directory, name) as file:
+            summed = Summed(file)
+            summed.write(content)
+        return summed.fact
 
     def fact(self, directory: str, name: str) -> Fact:
         """Reads the file from end to end."""
@@ -96,9 +122,11 @@ class Place(ABC):
         return self.path
 
 
-def open_place(path: str | os.PathLike[str]) -> Place:
-    """``/a/directory`` or ``scheme://…``, which fsspec and its plugins understand."""
-    text = os.fspath(path)
+def open_place(path: str | os.PathLike[str], mode: int | None = None) -> Place:
+    """``/a/directory`` or ``scheme://…``, which fsspec and its plugins understand. ``mode`` is that of new files."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise UsageError(f"the path of the checkpoints is {path!r}; give a directory, as a string or a pathlib.Path.")
     if not text:
         raise UsageError("the path of the checkpoints is empty; give a directory.")
     if "://" in text and not text.startswith("file://"):
@@ -107,4 +135,4 @@ def open_place(path: str | os.PathLike[str]) -> Place:
         return Remote(text)
     from phalanx.checkpoint.local import Local
 
-    return Local(text.removeprefix("file://"))
+    return Local(text.removeprefix("file://"), mode)

@@ -50,9 +50,6 @@ class Remote(Place):
     def make(self, directory: str) -> None:
         self._fs.makedirs(self._at(directory), exist_ok=True)
 
-    def rename_file(self, directory: str, name: str, to: str) -> None:
-        self._fs.mv(self._at(directory, name), self._at(directory, to))
-
     def names_for(self, step: int, token: str) -> tuple[str, str]:
         name = f"step-{step}.{token}"
         return name, name

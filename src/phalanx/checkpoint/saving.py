@@ -1,70 +1,64 @@
 """One save: each rank writes its share beside training, and the rank that is done last makes the whole of it.
 
-    rank 0 … n-1   write __R_0.distcp into step-N.tmp-TOKEN, sync it, hand in what was written where
-    the last one   .metadata, manifest.json, the rename to step-N; tells all; removes what is too old
+    rank 0 … n-1   copy what was left to copy, write rank-R.safetensors into step-N.tmp-TOKEN, sync it, hand in a record
+    the last one   manifest.json, the rename to step-N; tells all; removes what is too old
 
 Nobody waits here, so nobody can be waited for in a circle.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from phalanx.checkpoint.council import Council
-from phalanx.checkpoint.files import Files, Writer
-from phalanx.checkpoint.manifest import MANIFEST, Manifest
-from phalanx.checkpoint.place import Fact
+from phalanx.checkpoint.gate import Gate
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, file_of
+from phalanx.checkpoint.records import Share, disagreement, merged
 from phalanx.checkpoint.shares import Copies
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.words import in_bytes, say
 from phalanx.errors import CheckpointError
 
 _FULL = "the disk is full."
+_NICE = 10
+"""Writing gets what training leaves of the processor; a tenth of a core that is never idle."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be saved, the same on all ranks but for the copies."""
+    """What is to be saved."""
 
     step: int
     number: int
-    """Of this save, counted by the checkpointer."""
+    """The number of this save, counted by the checkpointer."""
     token: str
     parts: tuple[str, ...]
-    digest: str
-    plans: list[SavePlan]
-    metadata: Metadata
+    share: Share
+    """This rank's, as far as it is known before it is written. With an error, nothing is written."""
     keep: int | None
     bytes: int
-    """Of all tensors, on all ranks."""
-
-
-@dataclass(frozen=True)
-class _Share:
-    """What one rank hands in."""
-
-    step: int
-    digest: str
-    results: list[WriteResult] = field(default_factory=list)
-    facts: dict[str, Fact] = field(default_factory=dict)
-    error: str = ""
+    """Bytes of all tensors, on all ranks."""
+    done_with: Sequence[str]
+    """Keys of the store that no rank needs once all have come this far."""
 
 
 class Saving:
     """A save under way on this rank."""
 
-    def __init__(self, task: Task, copies: Copies, council: Council, shelf: Shelf, note: Callable[..., None]) -> None:
-        self._task, self._copies, self._council, self._shelf, self._note = task, copies, council, shelf, note
+    def __init__(
+        self, task: Task, copies: Copies, gate: Gate, council: Council, shelf: Shelf, note: Callable[..., None]
+    ) -> None:
+        self._task, self._copies, self._gate, self._council = task, copies, gate, council
+        self._shelf, self._note = shelf, note
         self._aside, _ = shelf.place.names_for(task.step, task.token)
         self._started = time.monotonic()
         self._lost: BaseException | None = None
@@ -76,7 +70,13 @@ class Saving:
         return self._task.step
 
     def start(self) -> None:
-        self._thread.start()
+        if not self._task.share.error:
+            self._gate.shut()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._gate.open()
+            raise
 
     def finish_own(self, timeout: float | None = None) -> bool:
         """Waits for this rank's part; whether it is done."""
@@ -92,39 +92,46 @@ class Saving:
             still(time.monotonic() - self._started)
         if self._lost is not None:
             raise CheckpointError(f"the checkpoint of step {self.step} could not be agreed on: {self._lost}")
-        error = self._council.hear(self._key("outcome"), lambda _: still(time.monotonic() - self._started))
+        error = self._council.hear(self._key("outcome"), str, lambda _: still(time.monotonic() - self._started))
         if error:
             raise CheckpointError(error)
 
-    def _key(self, what: str) -> str:
-        return f"save {self._task.number}/{what}"
+    def _key(self, what: str, before: int = 0) -> str:
+        return f"save {self._task.number - before}/{what}"
 
     # ---- in the background
 
     def _run(self) -> None:
         try:
-            if self._council.hand_in(self._key("share"), self._write_share()):
+            if self._council.hand_in(self._key("share"), self._write_share().encode()):
                 self._tell(self._conclude())
         except Exception as error:  # noqa: BLE001  (the store is gone; `finish` tells the training loop)
             self._lost = error
 
-    def _write_share(self) -> _Share:
-        task = self._task
-        files = Files(self._shelf.place, self._aside)
+    def _write_share(self) -> Share:
+        share = self._task.share
+        if share.error:
+            return share
         try:
-            self._shelf.place.make(self._aside)
-            writer = Writer(files, self._aside)
-            plan = writer.prepare_global_plan(task.plans)[self._council.rank]
-            results = writer.write_data(plan, self._copies).wait()
+            try:
+                self._copies.finish()
+            finally:
+                self._gate.open()
+            _step_back()
+            place = self._shelf.place
+            place.make(self._aside)
+            fact = place.write(self._aside, file_of(self._council.rank), self._copies.content)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
-            return _Share(task.step, task.digest, error=self._explain(error))
-        return _Share(task.step, task.digest, results, files.facts)
+            return share.failed(str(error) if isinstance(error, CheckpointError) else self._explain(error))
+        return share.written(fact)
 
     def _conclude(self) -> str:
         """The last rank: from shares to a checkpoint. Returns what went wrong."""
-        shares: list[_Share] = self._council.collect(self._key("share"))
+        handed_in = self._council.collect(self._key("share"))
+        self._council.delete(self._key("outcome", before=1), *self._task.done_with)
         try:
-            if problem := _disagreement(shares):
+            shares = [Share.decode(each, rank) for rank, each in enumerate(handed_in)]
+            if problem := disagreement(shares):
                 raise CheckpointError(problem)
             manifest, final = self._make_whole(shares)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
@@ -138,29 +145,34 @@ class Saving:
             say(f"step {self.step} is saved, but an old checkpoint in {self._shelf.place} cannot be removed: {error}")
         return ""
 
-    def _make_whole(self, shares: list[_Share]) -> tuple[Manifest, str]:
+    def _make_whole(self, shares: list[Share]) -> tuple[Manifest, str]:
         place, task = self._shelf.place, self._task
-        files = Files(place, self._aside)
-        for share in shares:
-            files.facts |= share.facts
-        self._check_that_all_is_here(files.facts)
-        Writer(files, self._aside).finish(task.metadata, [share.results for share in shares])
+        self._check_that_all_is_here(shares)
         manifest = Manifest(
-            task.step, time.time(), len(shares), task.parts, version("phalanx"), torch.__version__, dict(files.facts)
+            task.step,
+            time.time(),
+            len(shares),
+            task.parts,
+            version("phalanx"),
+            torch.__version__,
+            {file_of(rank): share.fact for rank, share in enumerate(shares)},
+            merged(shares),
+            shares[0].values,
+            [share.rng for share in shares],
         )
-        files.write(MANIFEST, manifest.encode())
+        place.write(self._aside, MANIFEST, manifest.encode())
         _, final = place.names_for(task.step, task.token)
         place.publish(self._aside, final)
         return manifest, final
 
-    def _check_that_all_is_here(self, facts: dict[str, Fact]) -> None:
+    def _check_that_all_is_here(self, shares: list[Share]) -> None:
         """Two nodes may have a directory of the same name that is not the same directory."""
         sizes = self._shelf.place.sizes(self._aside)
-        for name, fact in facts.items():
-            if sizes.get(name) != fact.bytes:
+        for rank, share in enumerate(shares):
+            if sizes.get(file_of(rank)) != share.fact.bytes:
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} is not whole: rank {self._council.rank} does not see {name} "
-                    f"in {self._shelf.place}; give a path that is the same disk on all nodes."
+                    f"the checkpoint of step {self.step} is not whole: rank {self._council.rank} does not see "
+                    f"{file_of(rank)} in {self._shelf.place}; give a path that is the same disk on all nodes."
                 )
 
     def _clear_away(self) -> str:
@@ -191,18 +203,7 @@ class Saving:
         return f"{head}: {type(error).__name__}: {error}"
 
 
-def _disagreement(shares: list[_Share]) -> str:
-    """What keeps these from being one checkpoint; nothing if they are."""
-    for share in shares:
-        if share.error:
-            return share.error
-    first = shares[0]
-    for rank, share in enumerate(shares):
-        if share.step != first.step:
-            return f"rank 0 saves step {first.step} and rank {rank} saves step {share.step}; save on all ranks alike."
-        if share.digest != first.digest:
-            return (
-                f"at step {first.step} rank 0 and rank {rank} save different names, types or shapes; give save() the "
-                "same parts on all ranks."
-            )
-    return ""
+def _step_back() -> None:
+    """Lowers the priority of this thread alone, where the system lets a thread have one."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

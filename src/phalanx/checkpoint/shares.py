@@ -1,4 +1,4 @@
-"""Who writes what: a replicated state, cut into one share for each rank. No rank has to ask another for it.
+"""Which rank writes what of a replicated state, and the copies it writes from. No rank has to ask another for it.
 
 Tensors that are equal on all ranks are laid end to end and cut into pieces of the same number of bytes; a large tensor
 is cut between its rows. The plan follows from names and shapes alone, so every rank makes the same one by itself.
@@ -6,68 +6,65 @@ is cut between its rows. The plan follows from names and shapes alone, so every 
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from phalanx.checkpoint.layout import Piece, random_name
+from phalanx.checkpoint.layout import Piece
+from phalanx.checkpoint.place import ALIGNED
+from phalanx.checkpoint.shard import Slot, lay_out
+from phalanx.errors import CheckpointError
 
 _LEAST_TO_CUT = 1 << 20
-"""A smaller tensor stays in one piece: each piece costs a record in the file."""
-
-Rows = tuple[int, int]
-"""From and to, along the first dimension."""
+"""A smaller tensor stays in one piece: each piece costs an entry in a file."""
 
 
-def plan(pieces: Sequence[Piece], size: int) -> tuple[list[SavePlan], Metadata]:
-    """What each rank writes, and what DCP has to know of the whole."""
-    items: list[list[WriteItem]] = [[] for _ in range(size)]
-    burden, shared = 0, []
-    for piece in pieces:
-        if piece.tensor is None:
-            items[0].append(_object(piece.name))
-        elif piece.is_shared:
-            shared.append((piece.name, piece.tensor))
-        else:
-            items[0].append(_tensor(piece.name, piece.tensor, (0, _rows(piece.tensor))))
-            burden += piece.tensor.nbytes
-    for name, tensor, rank, rows in _cut(shared, burden, size):
-        items[rank].append(_tensor(name, tensor, rows))
-    for rank in range(size):
-        items[rank].append(_object(random_name(rank)))
-    plans, metadata = create_default_global_save_plan([SavePlan(each) for each in items])
-    metadata.planner_data = {piece.name: piece.path for piece in pieces}
-    metadata.planner_data |= {random_name(rank): ("rng", str(rank)) for rank in range(size)}
-    return plans, metadata
+@dataclass(frozen=True)
+class Part:
+    """Rows of a piece, or all of it, that one rank writes."""
+
+    piece: Piece
+    first: int
+    rows: int
+
+    @property
+    def tensor(self) -> Tensor:
+        whole = self.piece.tensor
+        return whole.narrow(0, self.first, self.rows) if whole.dim() else whole
 
 
-def _cut(shared: Sequence[tuple[str, Tensor]], burden: int, size: int) -> Iterator[tuple[str, Tensor, int, Rows]]:
+def plan(pieces: Sequence[Piece], size: int) -> list[list[Part]]:
+    """What each of ``size`` ranks writes; of this rank's own pieces nothing is said."""
+    parts: list[list[Part]] = [[] for _ in range(size)]
+    parts[0] = [whole(piece) for piece in pieces if piece.kind == "buffer"]
+    burden = sum(part.tensor.nbytes for part in parts[0])
+    for rank, part in _cut([piece for piece in pieces if piece.kind == "shared"], burden, size):
+        parts[rank].append(part)
+    return parts
+
+
+def whole(piece: Piece) -> Part:
+    return Part(piece, 0, _rows(piece.tensor))
+
+
+def _cut(shared: Sequence[Piece], burden: int, size: int) -> Iterator[tuple[int, Part]]:
     """Rank 0 begins with the ``burden`` of what only it can write."""
-    target = max(1.0, (burden + sum(tensor.nbytes for _, tensor in shared)) / size)
+    target = max(1.0, (burden + sum(piece.tensor.nbytes for piece in shared)) / size)
     position = burden
-    for name, tensor in shared:
-        rows, length = _rows(tensor), tensor.nbytes
+    for piece in shared:
+        rows, length = _rows(piece.tensor), piece.tensor.nbytes
         if length < _LEAST_TO_CUT or rows < 2:
-            yield name, tensor, min(size - 1, int((position + length / 2) / target)), (0, rows)
+            yield min(size - 1, int((position + length / 2) / target)), whole(piece)
         else:
             begin = 0
             for rank in range(size):
                 edge = rows if rank == size - 1 else math.ceil(((rank + 1) * target - position) * rows / length)
                 end = min(rows, edge)
                 if end > begin:
-                    yield name, tensor, rank, (begin, end)
+                    yield rank, Part(piece, begin, end - begin)
                     begin = end
         position += length
 
@@ -76,63 +73,68 @@ def _rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-def _object(name: str) -> WriteItem:
-    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+class Copies:
+    """One rank's share as the bytes of its file: what is written is what was there when save() was called.
 
-
-def _tensor(name: str, tensor: Tensor, rows: Rows) -> WriteItem:
-    offsets = torch.Size([rows[0], *[0] * (tensor.dim() - 1)] if tensor.dim() else [])
-    sizes = torch.Size([rows[1] - rows[0], *tensor.shape[1:]] if tensor.dim() else [])
-    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), TensorProperties(tensor.dtype), tensor.size())
-    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-class Copies(DefaultSavePlanner):
-    """One rank's share, copied: what is written in the background is what stood there when it was taken.
-
-    The memory of the copies is used again for the next save, for asking the system for it takes longer than the copy.
+    Tensors that only an optimizer's step changes are copied by `finish`, off the training thread; whatever would change
+    them waits for that. All others are copied by `take`. The memory is used again for the next save, for asking the
+    system for it takes longer than the copy.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._copies: dict[Any, Tensor] = {}
-        self._objects: dict[str, io.BytesIO] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._length = 0
+        self._late: list[tuple[str, Tensor, Tensor, int]] = []
+        self._all_at_once = False
+        self.slots: list[Slot] = []
 
-    def take(self, share: SavePlan, pieces: Sequence[Piece], rng: Any, rank: int) -> None:
-        values = {piece.name: piece.value for piece in pieces} | {random_name(rank): rng}
-        before, self._copies, self._objects = self._copies, {}, {}
-        cards = set()
-        for item in share.items:
-            value = values[item.index.fqn]
-            if item.type == WriteItemType.BYTE_IO:
-                self._objects[item.index.fqn] = buffer = io.BytesIO()
-                torch.save(value, buffer)
+    def take(self, parts: Sequence[Part]) -> None:
+        header, self.slots = lay_out([(part.piece.name, part.tensor, part.first) for part in parts])
+        self._length = max([len(header), *(slot.end for slot in self.slots)])
+        image = self._room(self._length, parts)
+        image[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._late.clear()
+        devices = set()
+        for part, slot in zip(parts, self.slots, strict=True):
+            source = part.tensor
+            target = image[slot.begin : slot.end].view(source.dtype).view(source.shape)
+            if part.piece.is_late and not self._all_at_once:
+                self._late.append((part.piece.name, source, target, source._version))
                 continue
-            source = _part(value, item)
-            cards |= {source.device} if source.is_cuda else set()
-            self._copies[item.index] = _copy(source, before.get(item.index))
-        for card in cards:
-            torch.cuda.synchronize(card)
+            devices |= {source.device} if source.is_cuda else set()
+            target.copy_(source, non_blocking=source.is_cuda)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def _room(self, length: int, parts: Sequence[Part]) -> Tensor:
+        """Aligned, so that a disk can be written to from it directly."""
+        if len(self._memory) < length:
+            pinned = any(part.tensor.is_cuda for part in parts)
+            whole = torch.empty(length + ALIGNED, dtype=torch.uint8, pin_memory=pinned)
+            begin = -whole.data_ptr() % ALIGNED
+            self._memory = whole[begin : begin + length]
+        return self._memory
+
+    def finish(self) -> None:
+        """Copies what `take` has left. CheckpointError if that was changed meanwhile, past every optimizer."""
+        try:
+            for name, source, target, version in self._late:
+                target.copy_(source)
+                if source._version != version:
+                    self._all_at_once = True
+                    raise CheckpointError(
+                        f"{name} was changed in place right after save(), and not by the step of a "
+                        "torch.optim.Optimizer, so there is no copy of it as it was; the next saves copy everything "
+                        "before they return."
+                    )
+        finally:
+            self._late.clear()
 
     @property
     def bytes(self) -> int:
-        tensors = sum(copy.nbytes for copy in self._copies.values())
-        return tensors + sum(buffer.getbuffer().nbytes for buffer in self._objects.values())
+        return self._length
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return self._objects[write_item.index.fqn]
-        return self._copies[write_item.index]
-
-
-def _part(tensor: Tensor, item: WriteItem) -> Tensor:
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return tensor.narrow(0, chunk.offsets[0], chunk.sizes[0]) if tensor.dim() else tensor
-
-
-def _copy(source: Tensor, old: Tensor | None) -> Tensor:
-    """Into a tensor with nothing else in its memory, for torch.save writes all of that."""
-    if old is None or old.shape != source.shape or old.dtype != source.dtype:
-        old = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-    return old.copy_(source, non_blocking=source.is_cuda)
+    @property
+    def content(self) -> memoryview:
+        """The file."""
+        return memoryview(self._memory[: self._length].numpy())  # type: ignore[arg-type]

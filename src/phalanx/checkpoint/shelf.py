@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.checkpoint.manifest import MANIFEST, Broken, Manifest, check_file, read_manifest
 from phalanx.checkpoint.place import Place
+from phalanx.errors import CheckpointError
 
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.[0-9a-f]+)?")
 _ASIDE = re.compile(r"step-\d+(?:\.[0-9a-f]+)?\.(?:tmp|old)-[0-9a-f]+")
+
+
+def check_name(directory: Any) -> str:
+    """The name of a checkpoint's directory, as another rank has told it: never a path that leads elsewhere."""
+    if not isinstance(directory, str) or not _CHECKPOINT.fullmatch(directory):
+        raise CheckpointError(f"{directory!r} is no name of a checkpoint; the run's store has something else there.")
+    return directory
 
 
 @dataclass(frozen=True)

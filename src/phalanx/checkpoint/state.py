@@ -49,6 +49,8 @@ class State:
         self.model, self.optimizer, self.scheduler, self.sampler = model, optimizer, scheduler, sampler
         self.step = step
         self.extra: dict[str, Any] = {} if extra is None else extra
+        if not isinstance(self.extra, dict):
+            raise UsageError(f"extra is {extra!r:.80}; give a dict of what else belongs to the run.")
         for name in ("model", "optimizer", "scheduler", "sampler"):
             _check_stateful(name, getattr(self, name))
 
@@ -116,6 +118,31 @@ class State:
         restore()
         if hasattr(self.sampler, "when_it_goes_on"):
             self.sampler.when_it_goes_on(restore)
+
+
+def to_save(state: int | State, **parts: Any) -> State:
+    """What the arguments of Checkpointer.save mean."""
+    given = {name: value for name, value in parts.items() if value is not None}
+    if not isinstance(state, State):
+        return State(step=check_step(state), **given)
+    if given:
+        raise UsageError(f"both a State and {', '.join(given)} were given; put them into the State.")
+    check_step(state.step)
+    return state
+
+
+def to_load(state: State | None, **parts: Any) -> State:
+    """What the arguments of Checkpointer.load mean."""
+    if state is not None and not isinstance(state, State):
+        raise UsageError(f"{state!r:.80} is no px.State to load into; give one, or model=…, optimizer=… and so on.")
+    return to_save(0 if state is None else state, **parts)
+
+
+def check_step(step: Any) -> int:
+    """Raises UsageError for what is no step."""
+    if type(step) is not int:
+        raise UsageError(f"step {step!r:.80} is no number of a step; give an int, or a px.State where one is taken.")
+    return step
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

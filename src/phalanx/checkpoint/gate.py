@@ -1,0 +1,82 @@
+"""Holds back what would change tensors of which a copy is still being made.
+
+That is a step of any torch.optim.Optimizer, and loading a state dict into any module. Forward and backward read
+parameters and the optimizer's state, so they need not wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+_pending: set[threading.Event] = set()
+"""One for each copy under way in this process."""
+
+
+def _wait_for_copies(*_: Any) -> None:
+    for copied in tuple(_pending):
+        copied.wait()
+
+
+class Gate:
+    """Shut while one checkpointer's copy is made. It opens at the end of the copy, however that ends."""
+
+    def __init__(self) -> None:
+        self._copied = threading.Event()
+        self._copied.set()
+        self._hook: Any = None
+
+    def shut(self) -> None:
+        # The hook stays until `remove`, on the training thread: to take it away while a step goes through the hooks
+        # would be an error in that step.
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_wait_for_copies)
+        self._copied.clear()
+        _pending.add(self._copied)
+        _guard_loading()
+
+    def open(self) -> None:
+        """From any thread."""
+        _pending.discard(self._copied)
+        self._copied.set()
+        if not _pending:
+            _unguard_loading()
+
+    def remove(self) -> None:
+        self._copied.wait()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+# A module's own hooks would be copied and pickled with it, so it is torch's method that waits, while there is a copy.
+_lock = threading.Lock()
+_guarded: list[Any] = []
+"""torch's own method, and ours in its place."""
+
+
+def _guard_loading() -> None:
+    with _lock:
+        if _guarded:
+            return
+        original = nn.Module.load_state_dict
+
+        @functools.wraps(original)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            _wait_for_copies()
+            return original(*args, **kwargs)
+
+        _guarded[:] = [original, load_state_dict]
+        nn.Module.load_state_dict = load_state_dict
+
+
+def _unguard_loading() -> None:
+    with _lock:
+        if not _guarded or _pending or nn.Module.load_state_dict is not _guarded[1]:
+            return  # or somebody has wrapped ours; it lets everything pass from now on
+        nn.Module.load_state_dict = _guarded[0]
+        _guarded.clear()
