@@ -19,6 +19,7 @@ from phalanx.join import wait_for
 _SLICE = 2.0
 _MOST_A_KEY = 1 << 22
 """Characters; torch's store takes 8 MB in one value."""
+_MOST_KEYS = 4096
 _numbers = itertools.count()
 """Numbers of the checkpointers in this process: every rank makes the same ones in the same order."""
 T = TypeVar("T")
@@ -51,14 +52,22 @@ class Council:
         return self._store.add(f"{key}/count", 1) == self.size
 
     def collect(self, key: str) -> list[Any]:
-        """All parts, by rank. For the one that was told by `hand_in` that it was the last."""
+        """All parts, by rank; None for a damaged one. For the one that was told by `hand_in` that it was the last."""
         found = []
         for rank in range(self.size):
-            keys = [f"{key}/{rank}/{number}" for number in range(int(self._store.get(f"{key}/{rank}")))]
-            found.append(json.loads(b"".join(self._store.get(each) for each in keys)))
+            keys = self._pieces(f"{key}/{rank}")
+            found.append(_parsed(b"".join(self._store.get(each) for each in keys)))
             self.delete(*keys, f"{key}/{rank}")
         self.delete(f"{key}/count")
         return found
+
+    def _pieces(self, key: str) -> list[str]:
+        """The keys of what was handed in; none if they are not there, for to wait for them would be for ever."""
+        count = _parsed(self._store.get(key))
+        if type(count) is not int or not 0 < count < _MOST_KEYS:
+            return []
+        keys = [f"{key}/{number}" for number in range(count)]
+        return keys if self._store.check(keys) else []
 
     def delete(self, *keys: str) -> None:
         for key in keys:
@@ -84,11 +93,9 @@ class Council:
                     if claim.has_died and not self._store.check([key]):
                         raise PeerFailed(f"{claim} has died while a checkpoint was being agreed on; see its log.")
                 while_waiting(_SLICE)
-            found = json.loads(self._store.get(key))
+            found = _parsed(self._store.get(key))
         except DistNetworkError:
             raise PeerFailed("the store of the run was lost while a checkpoint was being agreed on.") from None
-        except (ValueError, RecursionError):
-            found = None
         if not isinstance(found, kind):
             raise CheckpointError("the run's store has something else than what the ranks have agreed on there.")
         return found
@@ -128,3 +135,11 @@ class Council:
     def _next_turn(self) -> str:
         self._turn += 1
         return f"turn {self._turn - 1}"
+
+
+def _parsed(content: bytes) -> Any:
+    """None for what is no JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None

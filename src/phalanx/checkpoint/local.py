@@ -126,6 +126,8 @@ class Local(Place):
             if _is_at(fd, path):
                 break
             os.close(fd)  # its owner has just removed it
+        if self._mode is not None:
+            os.fchmod(fd, self._mode)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"pid {os.getpid()} on host {socket.gethostname()}".encode(), 0)
         return lambda: _unlock(fd, path)

@@ -21,6 +21,8 @@ from phalanx.errors import CheckpointError
 _LEAST_TO_CUT = 1 << 20
 """A smaller tensor stays in one piece: each piece costs an entry in a file."""
 
+_SAMPLED = 16
+
 
 @dataclass(frozen=True)
 class Part:
@@ -73,6 +75,29 @@ def _rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
+class _Late:
+    """A tensor that is copied later, and what tells whether it was changed before that.
+
+    That is its version; and, since nothing counts what is done to ``parameter.data``, a few elements.
+    """
+
+    def __init__(self, name: str, source: Tensor, target: Tensor) -> None:
+        self.name, self.source, self.target = name, source, target
+        self._version = source._version
+        is_sampled = name.startswith("model.") and source.numel() > 0 and source.is_contiguous()
+        self._sample = self._some() if is_sampled else None
+
+    def _some(self) -> Tensor:
+        step = max(1, self.source.numel() // _SAMPLED)
+        return self.source.view(-1)[::step].clone().view(torch.uint8)
+
+    @property
+    def has_changed(self) -> bool:
+        if self.source._version != self._version:
+            return True
+        return self._sample is not None and not torch.equal(self._sample, self._some())
+
+
 class Copies:
     """One rank's share as the bytes of its file: what is written is what was there when save() was called.
 
@@ -84,7 +109,7 @@ class Copies:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._length = 0
-        self._late: list[tuple[str, Tensor, Tensor, int]] = []
+        self._late: list[_Late] = []
         self._all_at_once = False
         self.slots: list[Slot] = []
 
@@ -99,7 +124,7 @@ class Copies:
             source = part.tensor
             target = image[slot.begin : slot.end].view(source.dtype).view(source.shape)
             if part.piece.is_late and not self._all_at_once:
-                self._late.append((part.piece.name, source, target, source._version))
+                self._late.append(_Late(part.piece.name, source, target))
                 continue
             devices |= {source.device} if source.is_cuda else set()
             target.copy_(source, non_blocking=source.is_cuda)
@@ -118,12 +143,12 @@ class Copies:
     def finish(self) -> None:
         """Copies what `take` has left. CheckpointError if that was changed meanwhile, past every optimizer."""
         try:
-            for name, source, target, version in self._late:
-                target.copy_(source)
-                if source._version != version:
+            for each in self._late:
+                each.target.copy_(each.source)
+                if each.has_changed:
                     self._all_at_once = True
                     raise CheckpointError(
-                        f"{name} was changed in place right after save(), and not by the step of a "
+                        f"{each.name} was changed in place right after save(), and not by the step of a "
                         "torch.optim.Optimizer, so there is no copy of it as it was; the next saves copy everything "
                         "before they return."
                     )

@@ -8,7 +8,6 @@ shard, and the object has their name. An object of any other class is pickled, a
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -111,7 +110,7 @@ class Decoder:
             return {key: self.decode(each, depth + 1) for key, each in node.items()}
         try:
             return self._special(mark, node[mark], depth + 1)
-        except (KeyError, TypeError, ValueError, OverflowError, binascii.Error) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise Broken(f"a value of kind {mark[1:20]} is damaged: {type(error).__name__}") from None
 
     def _special(self, mark: str, node: Any, depth: int) -> Any:

@@ -1,0 +1,198 @@
+"""The copy of a save is made while training goes on: what is saved is the state at the moment of the call all the same.
+
+The thread that copies is held back until the test has changed, or tried to change, everything.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import phalanx as px
+from phalanx.checkpoint.shares import Copies
+from phalanx.errors import CheckpointError
+
+
+class Held:
+    """The copies of this process, which begin only when they are let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.began = threading.Event()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    held, finish = Held(), Copies.finish
+
+    def wait_and_finish(copies: Copies) -> None:
+        held.began.set()
+        assert held.let_go.wait(20)
+        finish(copies)
+
+    monkeypatch.setattr(Copies, "finish", wait_and_finish)
+    yield held
+    held.let_go.set()
+
+
+class Net(nn.Module):
+    """Forward changes its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return self.layers(x)
+
+
+def trained(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()
+    return model, optimizer
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.rand(5, 4)).square().sum().backward()
+
+
+def later(held: Held, work: Callable[[], object]) -> float:
+    """Lets the copy go 0.2 s after ``work`` has begun; how long that took."""
+    assert held.began.wait(20)
+    timer = threading.Timer(0.2, held.let_go.set)
+    timer.start()
+    started = time.monotonic()
+    work()
+    took = time.monotonic() - started
+    timer.join()
+    return took
+
+
+OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_whatever_changes_right_after_save_is_not_in_it(
+    tmp_path: Path, held: Held, kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    model, optimizer = trained(kind, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    extra: dict[str, Any] = {"list": [1], "tensor": torch.ones(3), "ema": copy.deepcopy(model)}
+    state = px.State(model=model, optimizer=optimizer, scheduler=scheduler, step=5, extra=extra)
+    want = copy.deepcopy(state.state_dict())
+    with px.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(state)
+        # Forward and backward do not wait, and change buffers, plain values and random numbers.
+        backward(model, optimizer)
+        extra["list"].append(2)
+        extra["tensor"].zero_()
+        with torch.no_grad():
+            for parameter in extra["ema"].parameters():
+                parameter.zero_()
+        assert held.began.wait(20)
+        assert not held.let_go.is_set()
+        again = copy.deepcopy(model), copy.deepcopy(optimizer)  # what others may do with them goes on as well
+        torch.save(again, io.BytesIO())
+        assert later(held, optimizer.step) > 0.15
+        scheduler.step()
+    fresh, other = trained(kind, **options)
+    loaded = px.State(
+        model=fresh, optimizer=other, scheduler=torch.optim.lr_scheduler.StepLR(other, 1), extra={"ema": Net()}
+    )
+    assert px.Checkpointer(tmp_path).load_latest(loaded) is loaded
+    found = loaded.state_dict()
+    for part in ("model", "optimizer", "extra", "rng"):
+        assert_equal(found[part], want[part], part)
+    assert loaded.scheduler.state_dict()["last_epoch"] == want["scheduler"]["last_epoch"]
+
+
+def assert_equal(found: Any, want: Any, where: str) -> None:
+    if isinstance(want, Tensor):
+        assert torch.equal(found, want), where
+    elif isinstance(want, dict):
+        assert found.keys() == want.keys(), where
+        for key, value in want.items():
+            assert_equal(found[key], value, f"{where}.{key}")
+    elif isinstance(want, list | tuple):
+        assert len(found) == len(want), where
+        for number, value in enumerate(want):
+            assert_equal(found[number], value, f"{where}.{number}")
+    else:
+        assert (found == want) if not hasattr(want, "shape") else (found == want).all(), where
+
+
+def test_loading_waits_too_and_nothing_of_ours_stays(tmp_path: Path, held: Held) -> None:
+    model, optimizer = trained(torch.optim.Adam)
+    want = copy.deepcopy(model.state_dict())
+    before = nn.Module.load_state_dict, dict(_global_optimizer_pre_hooks)
+    zeros = {name: torch.zeros_like(value) for name, value in model.layers[0].state_dict().items()}  # type: ignore
+    with px.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=optimizer)
+        assert later(held, lambda: model.layers[0].load_state_dict(zeros)) > 0.15  # type: ignore[index, operator]
+    fresh = Net()
+    px.Checkpointer(tmp_path).load_latest(model=fresh)
+    assert_equal(fresh.state_dict(), want, "model")
+    assert not model.layers[0].weight.any()  # type: ignore
+    assert before == (nn.Module.load_state_dict, dict(_global_optimizer_pre_hooks))
+
+
+def by_version(parameter: nn.Parameter, value: float) -> None:
+    with torch.no_grad():
+        parameter.fill_(value)
+
+
+def by_data(parameter: nn.Parameter, value: float) -> None:
+    parameter.data.fill_(value)  # no version tells of this
+
+
+@pytest.mark.parametrize("change", [by_version, by_data])
+def test_changes_past_every_optimizer_are_noticed_once_and_then_harmless(
+    tmp_path: Path, held: Held, change: Callable[[nn.Parameter, float], None]
+) -> None:
+    """Parameters of no optimizer are copied before save() returns in any case."""
+    model, optimizer = trained(torch.optim.SGD)
+
+    def save_and_change(step: int, value: float, optimizer: Any) -> None:
+        held.let_go.clear()
+        held.began.clear()
+        checkpointer.save(step, model=model, optimizer=optimizer)
+        assert held.began.wait(20)
+        for parameter in model.parameters():
+            change(parameter, value)
+        held.let_go.set()
+
+    with px.Checkpointer(tmp_path) as checkpointer:
+        save_and_change(1, 2.0, optimizer)
+        with pytest.raises(
+            CheckpointError, match=r"model\.layers\.0\.weight was changed in place right after save\(\)"
+        ):
+            checkpointer.wait()
+        for step, given in ((2, optimizer), (3, None)):
+            save_and_change(step, step + 1.0, given)
+            checkpointer.wait()
+            fresh = Net()
+            state = px.Checkpointer(tmp_path).load_latest(model=fresh)
+            assert state is not None
+            assert state.step == step
+            assert all((parameter == step).all() for parameter in fresh.parameters())
