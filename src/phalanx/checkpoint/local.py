@@ -19,7 +19,9 @@ from phalanx.errors import UsageError
 _LOCK = ".writer"
 _UNABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """What a file system without locks answers."""
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+"""Windows has neither."""
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0) | _NO_LINK
 _LEAST_DIRECT = 1 << 20
 
 
@@ -53,7 +55,7 @@ class Local(Place):
         fd = os.open(path, _CREATE, _file_mode(self._mode))
         try:
             if self._mode is not None:
-                os.fchmod(fd, self._mode)
+                os.chmod(fd if os.chmod in os.supports_fd else path, self._mode)  # noqa: PTH101 (no link is followed)
             yield cast(IO[bytes], _Direct(fd))
             os.fsync(fd)
         except BaseException:
@@ -111,7 +113,7 @@ class Local(Place):
         self._make(self._root)
         path = self._root / _LOCK
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _file_mode(self._mode))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, _file_mode(self._mode))
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -174,6 +176,8 @@ class _Direct:
     def _switch(self, direct: bool) -> None:
         if direct == self._is_direct:
             return
+        import fcntl
+
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
