@@ -11,7 +11,7 @@ from phalanx.errors import PhalanxError
 
 LIBRARY = Path(__file__).with_name("libphalanx_shm.so")
 WHY_NOT = Path(__file__).with_name("not_built.txt")
-"""Written by setup.py when there was no compiler, or it failed."""
+"""Written by setup.py when there was no compiler, or it failed: a line with the reason, then the compiler's output."""
 
 VERSION = 3
 MAX_RANKS = 256
@@ -131,14 +131,18 @@ def library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        reason = WHY_NOT.read_text().strip() if WHY_NOT.exists() else str(error)
+        # Its first line is the reason, and the rest all that the compiler said.
+        reason = WHY_NOT.read_text().partition("\n")[0] if WHY_NOT.exists() else str(error)
         raise NotBuilt(f"the shm library is not there: {reason}") from None
+    try:
+        found = lib.phx_version()  # before anything else: an older library lacks some of the functions
+    except AttributeError:
+        raise NotBuilt(f"{LIBRARY} is not the shm library of phalanx: install phalanx again") from None
+    if found != VERSION:
+        raise NotBuilt(f"the shm library has version {found}, not {VERSION}: install phalanx again")
     for name, (result, arguments) in _PROTOTYPES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    found = lib.phx_version()
-    if found != VERSION:
-        raise NotBuilt(f"the shm library has version {found}, not {VERSION}: install phalanx again.")
     return lib
 
 
