@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+CONTACT := .venv-contact
 
 CC     ?= cc
 INSTALL_SSHD := apt-get install -qq -y --no-install-recommends openssh-server openssh-client
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo demo-fault test check mpirun sshd bench stress suite test-torch test-python clean
+.PHONY: demo demo-fault test check mpirun sshd bench stress suite contact test-torch test-python clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
@@ -63,6 +64,10 @@ stress: $(VENV)/ready-dev
 suite: $(VENV)/ready-dev
 	$(BIN)/python tests/suite/run.py
 
+# Other people's code and attackers, at full size; writes docs/contact.md.
+contact: $(CONTACT)/ready
+	CONTACT=full $(CONTACT)/bin/python -m pytest tests/contact
+
 # The smoke tests with another torch, or with another Python: one of pyenv's, or on PATH.
 test-torch:
 	$(call smoke,$(PYTHON),torch-$(VERSION),torch==$(VERSION))
@@ -83,6 +88,11 @@ clean:
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y python3-venv && $(PYTHON) -m venv $(VENV); }
+
+$(CONTACT)/ready: pyproject.toml setup.py constraints.txt $(C_SOURCES)
+	$(PYTHON) -m venv $(CONTACT)
+	$(CONTACT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,contact]'
+	touch $@
 
 $(VENV)/ready: pyproject.toml setup.py constraints.txt $(C_SOURCES) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
