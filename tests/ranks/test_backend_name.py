@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +137,11 @@ def test_a_script_that_says_shm_sees_shm_and_its_gloo_is_gloo(run_ranks: Any) ->
 
 
 def test_px_init_without_a_backend_says_shm_and_torch_gloo(run_ranks: Any) -> None:
-    def ask(world: Any) -> tuple[str, str, str]:
-        return world.backend, dist.get_backend(), worlds.current().backend
+    def ask(world: Any) -> list[Any]:
+        c10d._set_pg_timeout(timedelta(seconds=77))  # of any group of torch's
+        return [world.backend, dist.get_backend(), worlds.current().backend, world.group.timeout.total_seconds()]
 
-    assert run_ranks(ask, 2) == [("shm", "gloo", "shm")] * 2
+    assert run_ranks(ask, 2) == [["shm", "gloo", "shm", 77.0]] * 2
 
 
 LINE = "phalanx: the backend is shm, not gloo: all 2 ranks are on this machine (--backend as-written keeps gloo)"

@@ -238,6 +238,7 @@ class Agent:
         """What rank 0 has to say; not again in the next attempt."""
         if notice not in self._passed_on:
             self._passed_on.add(notice)
+            self._record.note("notice", text=notice)
             self._voice.say_one(notice)
 
     # ---- signals

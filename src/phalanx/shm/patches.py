@@ -21,6 +21,7 @@ def apply() -> None:
     _keep_compilers_out()
     torch.autograd.backward = _telling_the_original(torch.autograd.backward)
     dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = _monitored_barrier(dist.monitored_barrier)
+    dist.distributed_c10d._set_pg_timeout = _set_pg_timeout(dist.distributed_c10d._set_pg_timeout)
 
 
 def _keep_compilers_out() -> None:
@@ -65,3 +66,16 @@ def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
         return found.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     return monitored_barrier
+
+
+def _set_pg_timeout(plain: Callable[..., None]) -> Callable[..., None]:
+    """torch's own reaches the gloo inside a group alone."""
+
+    @functools.wraps(plain)
+    def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        plain(timeout, group)
+        found: Any = group or dist.group.WORLD
+        if isinstance(found, ShmGroup):
+            found.set_timeout(timeout)
+
+    return set_pg_timeout
