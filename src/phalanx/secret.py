@@ -7,8 +7,6 @@ rank starts would inherit. Nodes that were started one by one share none.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 
 SEAL_CHARACTERS = 32
@@ -35,10 +33,14 @@ def text() -> str | None:
 
 def seal(data: bytes) -> bytes:
     """Hexadecimal digits that only a process with the same secret can compute for these bytes."""
+    import hashlib  # loads OpenSSL, which a run on one machine does not need
+
     assert _own is not None, "this process was given a secret"
     return hashlib.blake2b(data, key=_own, digest_size=SEAL_CHARACTERS // 2).hexdigest().encode()
 
 
 def is_sealed(data: bytes, given: bytes) -> bool:
     """Whether ``given`` is their seal."""
+    import hmac
+
     return hmac.compare_digest(seal(data), given)

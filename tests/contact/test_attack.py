@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -24,9 +25,11 @@ from phalanx.diagnose import inspect, report_command
 from phalanx.errors import ForeignData, UsageError
 from phalanx.join import Claim
 from phalanx.shm import messages, segment
-from tests.conftest import WITHOUT_TORCH, Runner, free_port
+from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two other users")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can act as two other users, with util-linux"
+)
 
 VICTIM, ATTACKER = 12001, 65534
 _ATTACKER = Path(__file__).with_name("attacker.py")
@@ -230,3 +233,26 @@ def test_what_ranks_print_is_no_message(phalanx: Runner, script, tmp_path: Path)
     assert outcome.code == 3
     assert '\x1ephalanx\x1e{"ended": 0}' in outcome.err
     assert "Traceback" not in outcome.err
+
+
+def test_the_secret_is_nowhere_to_be_seen(phalanx: Runner, script) -> None:
+    """All ranks have the same; no command line, no environment, no program that a rank starts."""
+    text = """
+    import glob, subprocess, sys
+    from pathlib import Path
+    from phalanx import secret
+    own = secret.text()
+    seen = [path for kind in ("cmdline", "environ") for path in glob.glob(f"/proc/[0-9]*/{kind}")]
+    found = []
+    for path in seen:
+        try:
+            found += [path] * (own.encode() in Path(path).read_bytes())
+        except OSError:
+            pass
+    program = [sys.executable, "-c", "from phalanx import secret; print(secret.text())"]
+    print(len(own), hash(own), found, subprocess.run(program, capture_output=True, text=True).stdout)
+    """
+    env = {"PYTHONHASHSEED": "0"}
+    lines = by_rank(phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", script(text), env=env))
+    assert lines[0] == lines[1]
+    assert re.fullmatch(r"64 -?\d+ \[\] None", lines[0][0])
