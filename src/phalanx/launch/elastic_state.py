@@ -80,21 +80,27 @@ def _node(found: Any) -> _Node:
 
 
 def _decode(data: bytes) -> Any:
-    from torch.distributed.elastic.rendezvous import RendezvousStateError
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+    from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
 
     def node(found: _Node) -> Any:
-        return _NodeDesc(found.addr, found.pid, found.local_id)
+        return dynamic_rendezvous._NodeDesc(found.addr, found.pid, found.local_id)
+
+    def moment(text: str) -> datetime:
+        found = datetime.fromisoformat(text)
+        # torch compares it with its own, which have a zone in newer versions; with the other kind that fails.
+        if (found.tzinfo is not None) != hasattr(dynamic_rendezvous, "timezone"):
+            raise ValueError(f"{text!r} where a moment belongs")
+        return found
 
     try:
         content = plain.decode(data, _State, "the store where the nodes meet")
-        state = _RendezvousState()
+        state = dynamic_rendezvous._RendezvousState()
         state.round, state.complete, state.closed = content.round, content.complete, content.closed
-        state.deadline = datetime.fromisoformat(content.deadline) if content.deadline is not None else None
+        state.deadline = moment(content.deadline) if content.deadline is not None else None
         state.participants = {node(found): rank for found, rank in content.participants}
         state.wait_list = set(map(node, content.wait_list))
         state.redundancy_list = set(map(node, content.redundancy_list))
-        state.last_heartbeats = {node(found): datetime.fromisoformat(at) for found, at in content.last_heartbeats}
+        state.last_heartbeats = {node(found): moment(at) for found, at in content.last_heartbeats}
     except (ForeignData, ValueError) as error:
         raise RendezvousStateError(str(error)) from None
     return state
