@@ -93,7 +93,7 @@ def run(cwd: Path, uid: int, *arguments: str) -> subprocess.CompletedProcess[str
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=40,
+        timeout=120,
         check=False,
     )
 
@@ -133,7 +133,7 @@ with px.init() as world:
 SHARES = r"checkpoint-\d+/(?!turn|.*(outcome|count))"
 
 
-@pytest.mark.parametrize("pattern", [SHARES, "claim|verdict|first|segment"])
+@pytest.mark.parametrize("pattern", [SHARES, "claim|verdict|first|segment"], ids=["checkpoints", "joining"])
 def test_pickles_in_the_store_of_the_ranks(pattern: str, place: Path, attack) -> None:
     """It is on loopback, where every user of the machine can write to it. They may end the run, and no more."""
     home, marker = owned(place / "home", VICTIM), owned(place / "open", ATTACKER, 0o777) / "marker"

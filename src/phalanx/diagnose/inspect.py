@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phalanx import events, plain, run_files, status
+from phalanx import events, status
 from phalanx.arguments import Parser
 from phalanx.diagnose import conditions, processes, standing
 from phalanx.diagnose.dossier import stack_lines
 from phalanx.diagnose.report import shorten_path
-from phalanx.diagnose.runs import as_written
+from phalanx.diagnose.runs import as_written, read_json
 from phalanx.diagnose.stacks import Thread, main_thread
 from phalanx.diagnose.standing import RankLook, Row
 from phalanx.errors import UsageError
@@ -110,7 +110,7 @@ def _seconds(text: str) -> float:
 
 def inspect(directory: Path, seconds: float) -> View:
     """Looks twice, so many seconds apart, if there is anybody to be looked at."""
-    run = _json(directory / events.RUN_FILE)
+    run = read_json(directory / events.RUN_FILE)
     is_here = run["host"] == socket.gethostname()
     before = _look(directory, is_here)
     if not before:
@@ -125,7 +125,8 @@ def inspect(directory: Path, seconds: float) -> View:
     after = _look(directory, is_here) if between else before
     after = _after_asking(directory, before, after) if between else after
     rows = tuple(standing.row(before.get(rank, look), look) for rank, look in sorted(after.items()))
-    report = _json(directory / events.REPORT_FILE)
+    ended = directory / events.REPORT_FILE
+    report = read_json(ended) if ended.exists() else {}
     hang = (report.get("cause") or {}).get("hang") or {}
     ended_at = max((look.status.since for look in after.values()), default=0.0)
     return View(
@@ -214,13 +215,6 @@ def _after_asking(
         if page is not None and page.pid == after[rank].status.pid:
             asked[rank] = dataclasses.replace(after[rank], status=page)
     return {**after, **asked}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return plain.decode(run_files.read(path), dict[str, Any], str(path))
-    except FileNotFoundError:
-        return {}
 
 
 def as_json(view: View) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def as_written(directory: Path) -> Iterator[None]:
 
 
 def _load(directory: Path) -> Run:
-    order = _json(directory / events.RUN_FILE)
-    report = _json(directory / events.REPORT_FILE) if (directory / events.REPORT_FILE).exists() else None
+    order = read_json(directory / events.RUN_FILE)
+    report = read_json(directory / events.REPORT_FILE) if (directory / events.REPORT_FILE).exists() else None
     log = directory / events.AGENT_EVENTS
     is_running = report is None and events.is_being_written(log)
     noted = events.read_events(log)
@@ -123,7 +123,8 @@ def _load(directory: Path) -> Run:
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A file of a run directory."""
     try:
         return plain.decode(run_files.read(path), dict[str, Any], str(path))
     except (OSError, ForeignData) as error:
