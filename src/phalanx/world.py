@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import arguments, backends, cluster, seeds, stores
+from phalanx import arguments, backends, cluster, seeds, stores, torch_compat
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
@@ -136,7 +136,8 @@ def init(
         options["device_id"] = place
     s = situation
     try:
-        dist.init_process_group(name, store=meeting.store, rank=s.rank, world_size=s.world_size, **options)
+        with torch_compat.quiet_gloo():
+            dist.init_process_group(name, store=meeting.store, rank=s.rank, world_size=s.world_size, **options)
         if seed is not None:
             seeds.sow(seed)
     except BaseException:

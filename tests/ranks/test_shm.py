@@ -403,11 +403,13 @@ def test_objects_and_coalesced_forms(run_ranks: RunRanks) -> None:
         with dist.distributed_c10d._coalescing_manager():
             for tensor in tensors:
                 dist.all_reduce(tensor)
+        # Torch before 2.13 has the older name, which the newer ones warn about.
+        all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
         parts = [torch.full((2,), float(rank + 10 * i)) for i in range(3)]
         wholes = [torch.empty(2 * n) for _ in range(3)]
         with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
             for whole, part in zip(wholes, parts, strict=True):
-                dist.all_gather_single(whole, part)
+                all_gather(whole, part)
         manager.wait()
         per_rank = [[torch.empty(2), torch.empty(3)] for _ in range(n)]
         dist.all_gather_coalesced(per_rank, [torch.full((2,), float(rank)), torch.full((3,), -float(rank))])
