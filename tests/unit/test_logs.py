@@ -6,6 +6,8 @@ import os
 import random
 from pathlib import Path
 
+import pytest
+
 from phalanx.launch.console import Console
 from phalanx.launch.logs import LineCutter, LogFile, Pump, Route, Tail, rank_prefix
 
@@ -37,6 +39,24 @@ def test_a_progress_bar_shows_its_last_state() -> None:
     assert cut(b"\r 10%", b"\r 50%", b"\r100%\n") == b"> 100%\n"
     assert cut(b" 10%\r 50%\r100%\r", b"\ndone\n") == b"> 100%\n> done\n"
     assert cut(b"dos line\r\nnext\r\n") == b"> dos line\n> next\n"
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_bar_with_a_position_is_no_line_for_each_state(size: int) -> None:
+    """As tqdm draws it: position lines down, the bar, and up again; closed at position 0, with a newline."""
+    outer = [b"\repochs: %d/2" % epoch for epoch in range(3)]
+    inner = [b"\n\n\r\x1b[32msteps: %d/9\x1b[0m\x1b[A\x1b[A" % step for step in range(9)]
+    cleared = b"\n\n\r            \r\x1b[A\x1b[A"
+    written = outer[0] + b"".join(inner) + cleared + outer[1] + b"".join(inner) + b"\rsteps: 9/9\n" + outer[2] + b"\n"
+    cutter, tail = LineCutter(b"[rank 0] "), Tail()
+    shown = b""
+    for start in range(0, len(written), size):
+        shown += cutter.feed(written[start : start + size])
+        tail.add(written[start : start + size])
+    lines = (shown + cutter.feed(b"done\n") + cutter.finish()).splitlines()
+    assert lines[-3:] == [b"[rank 0] steps: 9/9", b"[rank 0] epochs: 2/2", b"[rank 0] done"]
+    assert len(lines) <= 5, "the first state may be a line: what follows is not known then"
+    assert tail.lines(5) == ("steps: 9/9", "epochs: 2/2")
 
 
 def test_what_is_unfinished_can_be_shown_live() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ _TAIL = 8192
 _LIVE_EVERY = 0.5
 _PROGRESS_EVERY = 10.0
 _COLOURS = (36, 33, 32, 35, 34, 31)
+# How tqdm draws a bar with a position: down some lines, over what is there, and up again.
+_UP = b"\x1b[A"
+_BAR_BELOW = re.compile(rb"\n+\r([^\n]*?)(?:\x1b\[A)+")
+_MAYBE_BAR_BELOW = re.compile(rb"\n+(?:\r[^\n\r]*(?:\r[\x1b\[]*)?)?\Z")
 
 
 def rank_prefix(rank: int, world_size: int, coloured: bool, node: str | None = None) -> bytes:
@@ -40,29 +45,44 @@ class LineCutter:
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
         self._rest = bytearray()
+        self._has_bars_below = False
 
     def feed(self, data: bytes) -> bytes:
         """The lines that ``data`` completes."""
+        self._has_bars_below = self._has_bars_below or _UP in bytes(self._rest[-2:]) + data
+        if self._has_bars_below:
+            data = _flat(bytes(self._rest) + data)
+            self._rest.clear()
         end = data.rfind(b"\n") + 1
+        if self._has_bars_below and (drawn := _MAYBE_BAR_BELOW.search(data)):
+            begin = data.rfind(b"\n", 0, drawn.start()) + 1
+            if begin == drawn.start() or b"\r" in data[begin : drawn.start()]:
+                end = begin  # below a bar or nothing: the line may not have ended
         if not end:
             self._rest += data
             return self._overlong()
         lines = bytes(self._rest) + data[:end]
         self._rest = bytearray(data[end:])
+        return self._whole(lines)
+
+    def _whole(self, lines: bytes) -> bytes:
+        """With the prefix. ``lines`` ends with a newline."""
         if b"\r" in lines:
             lines = b"\n".join(_after_returns(line) for line in lines.split(b"\n"))
         return self._prefix + lines[:-1].replace(b"\n", b"\n" + self._prefix) + b"\n"
 
     def _overlong(self) -> bytes:
-        if b"\r" in self._rest:
-            self._rest = bytearray(b"\r" + _after_returns(bytes(self._rest)))  # older states of the bar are of no use
+        if b"\r" in self._rest and b"\n" not in self._rest:
+            is_over = b"\r" * self._rest.endswith(b"\r")
+            # older states of the bar are of no use
+            self._rest = bytearray(b"\r" + _after_returns(bytes(self._rest)) + is_over)
         if len(self._rest) < _LONGEST_LINE:
             return b""
         return self.finish()
 
     def unfinished(self) -> bytes:
         """What stands on the current line so far, with the prefix; empty when there is nothing."""
-        text = _after_returns(bytes(self._rest))
+        text = _after_returns(bytes(self._rest).rstrip(b"\n").rpartition(b"\n")[2])
         return self._prefix + text if text else b""
 
     @property
@@ -71,14 +91,19 @@ class LineCutter:
 
     def finish(self) -> bytes:
         """The last line of a stream that ended without a newline."""
-        line = self.unfinished()
+        lines = bytes(self._rest).rstrip(b"\r\n")
         self._rest.clear()
-        return line + b"\n" if line else b""
+        return self._whole(lines + b"\n") if lines else b""
 
 
 def _after_returns(line: bytes) -> bytes:
     """What a terminal shows of a line with carriage returns: the last text that was written over it."""
-    return next((part for part in reversed(line.split(b"\r")) if part), b"")
+    return next((part for part in reversed(line.replace(_UP, b"").split(b"\r")) if part), b"")
+
+
+def _flat(data: bytes) -> bytes:
+    """Bars below the current line as states of that line, as bars without a position are."""
+    return _BAR_BELOW.sub(rb"\r\1", data)
 
 
 class LogFile:
@@ -148,7 +173,7 @@ class Tail:
         return bool(self.data) and not self.data.endswith(b"\n")
 
     def lines(self, count: int) -> tuple[str, ...]:
-        shown = (_after_returns(line).decode(errors="replace").rstrip() for line in self.data.split(b"\n"))
+        shown = (_after_returns(line).decode(errors="replace").rstrip() for line in _flat(self.data).split(b"\n"))
         return tuple([line for line in shown if line][-count:])
 
 
