@@ -278,8 +278,10 @@ def test_the_package_of_an_installed_program_is_the_users(phalanx: Runner, scrip
 def test_a_crash_inside_an_extension_names_the_line_of_the_call(own_handler: bool, phalanx: Runner, script) -> None:
     name = script(
         """
-        import ctypes
-
+        import ctypes, os, pathlib, sys, time
+        pathlib.Path(os.environ["RANK"]).touch()
+        while len(list(pathlib.Path().glob("[01]"))) < 2: time.sleep(0.001)
+        print("before it", file=sys.stderr)
         def call_extension():
             ctypes.string_at(0)
 
@@ -290,8 +292,11 @@ def test_a_crash_inside_an_extension_names_the_line_of_the_call(own_handler: boo
     outcome = phalanx("run", "--nproc-per-node", "2", *WITHOUT_TORCH, name, env=environment)
     assert outcome.code == 128 + signal.SIGSEGV
     assert " failed: SIGSEGV, native code touched memory that is not its own" in outcome.complaint[0]
-    assert "  at train.py:7: call_extension()" in outcome.complaint
-    assert "  at train.py:5 in call_extension: ctypes.string_at(0)" in outcome.complaint
+    assert "  at train.py:9: call_extension()" in outcome.complaint
+    assert "  at train.py:7 in call_extension: ctypes.string_at(0)" in outcome.complaint
+    printed = outcome.complaint.index("  the last it printed:")
+    assert outcome.complaint[printed + 1] == "    before it", "and nothing of faulthandler's"
+    assert outcome.complaint[printed + 2].endswith(" failed in the same way"), "both have crashed by themselves"
 
 
 # ---- gradients

@@ -75,10 +75,13 @@ def test_who_loses_a_rank_to_a_signal_has_not_failed() -> None:
 def test_who_fails_in_the_same_way_is_no_victim() -> None:
     endings = [raised(0, 1.0), raised(1, 2.0), raised(2, 3.0, asked=True), raised(3, 4.0, "RuntimeError", GLOO)]
     verdict = find_cause(endings)
-    assert (verdict.cause.rank, verdict.alike, verdict.victims) == (0, (1,), (2, 3))
+    assert (verdict.cause.rank, verdict.alike, verdict.victims) == (0, (1, 2), (3,))
     crash = (Frame("/elsewhere/train.py", 3, "step", "call()"),)
     verdict = find_cause([Ending(0, 1, 1.0, signal=11, crash=crash), Ending(1, 2, 1.1, signal=11, crash=crash)])
     assert verdict.alike == (1,)
+    at_once = [Ending(rank, rank, 1.0, signal=6, crash=crash, asked=rank > 0) for rank in range(3)]
+    verdict = find_cause([*at_once, Ending(3, 4, 1.1, signal=15, asked=True)])
+    assert (verdict.alike, verdict.victims) == ((1, 2), (3,)), "told to stop when they had begun to abort"
     assert find_cause([Ending(0, 1, 1.0, signal=9), Ending(1, 2, 1.1, signal=9)]).alike == ()
 
 

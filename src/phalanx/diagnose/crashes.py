@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.events import Frame, NativeFrame
@@ -10,6 +11,10 @@ from phalanx.events import Frame, NativeFrame
 _LAUNCHER = str(Path(__file__).parents[1] / "launch")
 _PYTHON_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _NATIVE_LINE = re.compile(r'^  Binary file "(?P<library>.*)", at (?P<symbol>.*) \[0x[0-9a-f]+\]$')
+_DUMP = re.compile(
+    r'Fatal Python error: |(Current t|T)hread 0x|  File ".*", line \d+ in |  Binary file |  \.\.\.$'
+    r"|  <(no Python frame|cannot get C stack on this system)>|Current thread's C stack trace|Extension modules: "
+)
 _NATIVE = "Current thread's C stack trace"
 
 
@@ -30,6 +35,11 @@ def python_frames(report: str) -> tuple[Frame, ...]:
         number = int(found["line"])
         frames.append(Frame(found["file"], number, found["function"], linecache.getline(found["file"], number).strip()))
     return tuple(frames)
+
+
+def without_dump(lines: Sequence[str]) -> tuple[str, ...]:
+    """What a rank printed without what faulthandler has printed."""
+    return tuple(line for line in lines if not _DUMP.match(line))
 
 
 def native_frames(report: str) -> tuple[NativeFrame, ...]:

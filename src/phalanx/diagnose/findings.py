@@ -83,7 +83,9 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
     cause = (killed or causes or by_themselves)[0]
     sides = _sides(cause, failures)
     own_side = sides.pop(cause.called, [])
-    alike = tuple(sorted({*own_side, *(ending.rank for ending in causes if _is_alike(ending, cause))} - {cause.rank}))
+    # Who is told to stop in the moment in which it fails by itself is nobody's victim either.
+    same = (ending.rank for ending in failures if not is_victim(ending) and _is_alike(ending, cause))
+    alike = tuple(sorted({*own_side, *same} - {cause.rank}))
     not_victims = {cause.rank, *alike, *itertools.chain(*sides.values())}
     victims = tuple(sorted(ending.rank for ending in failures if ending.rank not in not_victims))
     left_early = ()

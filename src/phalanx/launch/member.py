@@ -23,6 +23,7 @@ from phalanx.launch.spec import LaunchSpec, Placement
 
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400
+_MOST_LINES = 1000
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
 
@@ -115,6 +116,9 @@ class Member:
         failed_at = self.error.time if self.error else self._exit_time
         # A script that has faulthandler on itself gets the dump on its standard error.
         crash = (self._cry or self._tail.data).decode(errors="replace") if self.exited.signal else ""
+        printed = self._tail.lines(_MOST_LINES)
+        if self.exited.signal:
+            printed = crashes.without_dump(printed)
         return events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
@@ -123,7 +127,7 @@ class Member:
             signal=self.exited.signal,
             asked=self.asked_at is not None and self.asked_at <= failed_at,
             error=self.error,
-            tail=self._tail.lines(_TAIL_LINES),
+            tail=printed[-_TAIL_LINES:],
             host=socket.gethostname(),
             crash=crashes.python_frames(crash),
             native=crashes.native_frames(crash),

@@ -23,6 +23,9 @@ from phalanx.launch.spec import WorkerSpec
 from phalanx.launch.stopping import Stopping
 
 _MOST_UNDER_WAY = 16
+_TO_FAIL_ALIKE = 0.25
+"""Seconds that the others get when native code has ended one: often all end so at once, and none is a victim."""
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _TO_SAY_WHERE = 0.5
 """Seconds that the others get to say where they were, when one has noticed that they have called different things."""
 
@@ -194,6 +197,8 @@ class Watch:
                 self._suspicion = time.monotonic() + self._timeout
         elif member.has_disagreed_on_gloo():
             self._suspicion = time.monotonic() + _TO_SAY_WHERE
+        elif member.error is None and member.exited and member.exited.signal in _CRASHES:
+            self._suspicion = time.monotonic() + _TO_FAIL_ALIKE
         elif member.error is not None or (member.exited and (member.exited.signal or member.exited.exit_code)):
             self.stop(signal.SIGTERM)
 
