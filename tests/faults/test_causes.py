@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import WITHOUT_TORCH, Outcome, Runner, start
+from tests.conftest import WITHOUT_TORCH, Outcome, Runner, free_port, start
 
 LIMIT_MIB = 800
 
@@ -249,6 +249,33 @@ def test_a_loaders_worker_is_killed(number: int, phalanx: Runner, script) -> Non
     ignored = r"Exception ignored in.*?RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: [^\n]*\n"
     rest = re.sub(ignored, "", outcome.err, flags=re.DOTALL)
     assert "Traceback" not in rest, "nothing has come between the failure and its report"
+
+
+# ---- a store that is gone
+
+
+def test_the_stack_that_torchs_store_prints_is_in_the_log_only(phalanx: Runner, script, latest: Path) -> None:
+    """As on the nodes that are left when the one with the store dies."""
+    name = script(
+        """
+        import datetime, os, sys
+        from torch.distributed import TCPStore
+        rank, port = int(os.environ["RANK"]), int(sys.argv[1])
+        store = TCPStore("127.0.0.1", port, 3, rank == 0, datetime.timedelta(seconds=30), wait_for_workers=False)
+        if rank == 0:
+            store.wait(["1", "2"])
+            os._exit(0)
+        store.set(str(rank), "here")
+        store.get("never")
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "3", name, str(free_port()))
+    assert "DistNetworkError: Failed to recv" in outcome.complaint[0], outcome.err
+    assert "frame #" in (latest / "rank-1.log").read_text()
+    assert [line for line in outcome.told if "TCPStore.cpp" in line]
+    assert not [
+        line for line in outcome.told if "frame #" in line or "Exception raised from" in line or line == "[rank 1] "
+    ]
 
 
 # ---- a program that is installed

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from phalanx import run_files
 from phalanx.launch.console import Console
+from phalanx.launch.cpp_stacks import StackFilter
 
 _PIPE_SIZE = 1 << 18  # of two pipes a rank; more would soon meet the limit the kernel sets for a user
 _READ_SIZE = 1 << 20
@@ -46,6 +47,7 @@ class LineCutter:
         self._prefix = prefix
         self._rest = bytearray()
         self._has_bars_below = False
+        self._without_stacks = StackFilter()
 
     def feed(self, data: bytes) -> bytes:
         """The lines that ``data`` completes."""
@@ -69,6 +71,9 @@ class LineCutter:
         """With the prefix. ``lines`` ends with a newline."""
         if b"\r" in lines:
             lines = b"\n".join(_after_returns(line) for line in lines.split(b"\n"))
+        lines = self._without_stacks(lines)
+        if not lines:
+            return b""
         return self._prefix + lines[:-1].replace(b"\n", b"\n" + self._prefix) + b"\n"
 
     def _overlong(self) -> bytes:
@@ -173,7 +178,10 @@ class Tail:
         return bool(self.data) and not self.data.endswith(b"\n")
 
     def lines(self, count: int) -> tuple[str, ...]:
-        shown = (_after_returns(line).decode(errors="replace").rstrip() for line in _flat(self.data).split(b"\n"))
+        shown = (
+            _after_returns(line).decode(errors="replace").rstrip()
+            for line in StackFilter()(_flat(self.data)).split(b"\n")
+        )
         return tuple([line for line in shown if line][-count:])
 
 
