@@ -196,7 +196,7 @@ def print_receipt(world: px.World, outcome: dict, alone: nn.Module | None, epoch
     seen, expected = outcome["seen"], epochs * TRAIN
     twice = int((seen > 1).sum())
     checksums = set(outcome["checksums"])
-    print(f"\nreceipt for {world.size} rank{'s' * (world.size > 1)}")
+    print(f"\nreceipt for {world.size} rank{'s' * (world.size > 1)}, backend {world.backend}")
     print(f"  samples    {int((seen > 0).sum())} of {expected} seen ({epochs} epochs of {TRAIN}), {twice} twice")
     print(f"  replicas   {'equal' if len(checksums) == 1 else 'DIFFERENT'}, checksum {', '.join(sorted(checksums))}")
     print(f"  accuracy   {outcome['accuracy']:.2%} of 357 test samples")
