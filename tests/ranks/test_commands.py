@@ -117,7 +117,9 @@ def test_make_demo_fault_survives_two_kills(tmp_path: Path) -> None:
     command = [REPOSITORY / "examples/survive.sh", "--epochs", "3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("the same receipt: every sample once, and the same weights to the last bit (backend shm)\n")
+    assert done.stdout.endswith(
+        "the same receipt: every sample once, and the same weights to the last bit (backend shm)\n"
+    )
     assert done.stdout.count("samples    4320 of 4320 seen (3 epochs of 1440), 0 twice") == 2
     checksums = re.findall(r"replicas   equal, checksum (\w{12})", done.stdout)
     assert len(checksums) == 2

@@ -16,10 +16,9 @@ from phalanx import world as worlds
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.finder import Finder
-from phalanx.checkpoint.gate import Gate
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.records import Share, share_of
-from phalanx.checkpoint.saving import Saving, Task
+from phalanx.checkpoint.saving import Background, Saving, Task
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.checkpoint.state import State, check_step, to_load, to_save
 from phalanx.checkpoint.words import note, say
@@ -67,7 +66,7 @@ class Checkpointer:
         self._council = Council()
         self._schedule = schedule.parse(every, self._council.lead)
         self._note = functools.partial(note, self._council.rank)
-        self._copies, self._gate = shares.Copies(), Gate()
+        self._background: Background | None = None
         self._token: str | None = None
         """Of this run's saves; known once the first begins."""
         self._unlock: Callable[[], None] | None = None
@@ -119,13 +118,14 @@ class Checkpointer:
         started = time.perf_counter()
         if self._token is None:
             self._token = self._open(state.step)
+        background = self._background = self._background or Background()
         failure: Exception | None = None
         try:
             flat = layout.flatten(state, council.rank, self._trust)
             pieces = flat.pieces
             parts = shares.plan(pieces, council.size)[council.rank]
             parts += [shares.whole(piece) for piece in pieces if piece.kind == "own"]
-            self._copies.take(parts)
+            background.copies.take(parts)
             share = share_of(state.step, flat, parts, council.rank)
         except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)
             failure = _explained(error, council.rank, state.step)
@@ -136,8 +136,8 @@ class Checkpointer:
             pieces, share = [], Share(state.step, "", error=str(failure))
         size = sum(piece.tensor.nbytes for piece in pieces)
         task = Task(state.step, self._saves, self._token, state.parts, share, self._keep, size, council.begin_save())
-        self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=self._copies.bytes)
-        self._saving = Saving(task, self._copies, self._gate, council, self._shelf, self._note)
+        self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=background.copies.bytes)
+        self._saving = Saving(task, background, council, self._shelf, self._note)
         self._saves += 1
         self._last = state.step
         self._schedule.done(state.step)
@@ -206,7 +206,9 @@ class Checkpointer:
         if unlock is not None:
             unlock()
         self._token = None
-        self._gate.remove()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -51,37 +52,62 @@ class Task:
     """Keys of the store that no rank needs once all have come this far."""
 
 
+class Background:
+    """What the saves of one checkpointer have in common: the copies in memory, and two threads that last.
+
+    One copies, which an optimizer's step may wait for. The other writes, with a low priority: what training leaves of
+    the processor is enough for that. An interpreter that ends waits for both.
+    """
+
+    def __init__(self) -> None:
+        self.copies, self.gate = Copies(), Gate()
+        self.copier = ThreadPoolExecutor(1, "checkpoint-copy")
+        self.writer = ThreadPoolExecutor(1, "checkpoint-write", _step_back)
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        self.copier.shutdown()
+        self.writer.shutdown()
+        self.gate.remove()
+
+
+def _step_back() -> None:
+    """Lowers the priority of this thread alone, where the system lets a thread have one."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
 class Saving:
     """A save under way on this rank."""
 
     def __init__(
-        self, task: Task, copies: Copies, gate: Gate, council: Council, shelf: Shelf, note: Callable[..., None]
+        self, task: Task, background: Background, council: Council, shelf: Shelf, note: Callable[..., None]
     ) -> None:
-        self._task, self._copies, self._gate, self._council = task, copies, gate, council
+        self._task, self._background, self._council = task, background, council
         self._shelf, self._note = shelf, note
         self._aside, _ = shelf.place.names_for(task.step, task.token)
         self._started = time.monotonic()
         self._lost: BaseException | None = None
-        # Not a daemon: an interpreter that ends waits for it, and does not tear torch down under its hands.
-        self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {task.step}", daemon=False)
+        self._failure: Exception | None = None
+        self._done = threading.Event()
 
     @property
     def step(self) -> int:
         return self._task.step
 
     def start(self) -> None:
+        background = self._background
         if not self._task.share.error:
-            self._gate.shut()
+            background.gate.shut()
         try:
-            self._thread.start()
+            background.copier.submit(self._copy)
         except BaseException:
-            self._gate.open()
+            background.gate.open()
             raise
 
     def finish_own(self, timeout: float | None = None) -> bool:
         """Waits for this rank's part; whether it is done."""
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        return self._done.wait(timeout)
 
     def finish(self, still: Callable[[float], None]) -> None:
         """Until all ranks are done; raises CheckpointError on all of them if there is no checkpoint then.
@@ -101,26 +127,39 @@ class Saving:
 
     # ---- in the background
 
+    def _copy(self) -> None:
+        background = self._background
+        try:
+            if not self._task.share.error:
+                background.copies.finish()
+        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
+            self._failure = error
+        finally:
+            background.gate.open()
+        try:
+            background.writer.submit(self._run)
+        except RuntimeError:  # the interpreter is ending, and takes no new work
+            self._run()
+
     def _run(self) -> None:
         try:
             if self._council.hand_in(self._key("share"), self._write_share().encode()):
                 self._tell(self._conclude())
         except Exception as error:  # noqa: BLE001  (the store is gone; `finish` tells the training loop)
             self._lost = error
+        finally:
+            self._done.set()
 
     def _write_share(self) -> Share:
         share = self._task.share
         if share.error:
             return share
         try:
-            try:
-                self._copies.finish()
-            finally:
-                self._gate.open()
-            _step_back()
+            if self._failure is not None:
+                raise self._failure
             place = self._shelf.place
             place.make(self._aside)
-            fact = place.write(self._aside, file_of(self._council.rank), self._copies.content)
+            fact = place.write(self._aside, file_of(self._council.rank), self._background.copies.content)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
             return share.failed(str(error) if isinstance(error, CheckpointError) else self._explain(error))
         return share.written(fact)
@@ -201,9 +240,3 @@ class Saving:
         if isinstance(error, OSError):
             return f"{head}: {error.strerror or error}."
         return f"{head}: {type(error).__name__}: {error}"
-
-
-def _step_back() -> None:
-    """Lowers the priority of this thread alone, where the system lets a thread have one."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
