@@ -61,6 +61,13 @@ class Parser(argparse.ArgumentParser):
     habits: Mapping[str, str] = {}
     """What other programs call some of the flags, and what they are called here."""
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if (
+            action.option_strings and action.nargs is None and arg_strings == ["--"]
+        ):  # Python 3.11 makes it an empty list
+            self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
+        return super()._get_values(action, arg_strings)  # pyright: ignore[reportAttributeAccessIssue]
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}. {self._meant(message)}`{self.prog} --help` lists the flags.")
 

@@ -77,6 +77,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "main_only": (px.main_only, 5, "main_only got 5, which cannot be called"),
     "log": (lambda x: px.log(loss=x), "x", "px.log(loss='x') is not a number"),
     "mean": (lambda x: px.Mean().update(x), "x", "Mean.update got 'x'; give a number or a tensor."),
+    "count": (lambda x: px.Mean().update(1.0, x), "x", "count is 'x'; give how many values the mean is of."),
     "max": (lambda x: px.Max().update(x), "x", "Max.update got 'x'; give a number or a tensor."),
     "sum": (lambda x: px.Sum().update(x), ["y"], "Sum.update got ['y']; give a number or a tensor."),
 }

@@ -69,12 +69,13 @@ def main(argv: list[str], stacks_of: Stacks) -> int:
     directory = events.find_run(arguments.run)
     with as_written(directory):
         view = inspect(directory, arguments.seconds)
-    if arguments.stacks:
-        living = {
-            one.rank: one.pid for one in view.rows if one.is_alive and _may_be_asked(directory, one.rank, one.pid)
-        }
-        view = dataclasses.replace(view, stacks=stacks_of(living, directory))
-    print(json.dumps(as_json(view), indent=1) if arguments.json else "\n".join(lines(view)))
+        if arguments.stacks:
+            living = {
+                one.rank: one.pid for one in view.rows if one.is_alive and _may_be_asked(directory, one.rank, one.pid)
+            }
+            view = dataclasses.replace(view, stacks=stacks_of(living, directory))
+        told = json.dumps(as_json(view), indent=1) if arguments.json else "\n".join(lines(view))
+    print(told)
     return 0
 
 

@@ -30,11 +30,14 @@ _TAILS = 8
 def main(argv: list[str]) -> int:
     """Entry of ``phalanx report``; returns the exit code."""
     arguments = parser().parse_args(argv)
-    run = runs.load(events.find_run(arguments.run))
-    if arguments.json:
-        print(json.dumps(run.report if run.report is not None else _fields(run), indent=2))
-    else:
-        print("\n".join(lines(run)))
+    directory = events.find_run(arguments.run)
+    with runs.as_written(directory):
+        run = runs.load(directory)
+        if arguments.json:
+            told = json.dumps(run.report if run.report is not None else _fields(run), indent=2)
+        else:
+            told = "\n".join(lines(run))
+    print(told)
     return 0
 
 

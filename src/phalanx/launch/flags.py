@@ -176,9 +176,9 @@ def _from_environment(flag: Flag, environ: Mapping[str, str]) -> str | bool | No
     if text is None:
         return None
     if flag.metavar is None:
-        if not text.isdecimal():
+        if text not in ("0", "1"):
             raise UsageError(f"{flag.variable}={text!r} is neither on nor off; set it to 1 or 0.")
-        return bool(int(text))
+        return text == "1"
     if flag.choices is not None and text not in flag.choices:
         raise UsageError(f"{flag.variable}={text!r} is unknown; set it to one of {', '.join(flag.choices)}.")
     return text

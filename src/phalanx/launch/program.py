@@ -22,6 +22,10 @@ def check(spec: LaunchSpec) -> None:
         _check_readable(program.target)
     if program.kind == "path" and not Path(program.target).is_absolute():
         raise UsageError(f"--run-path needs an absolute path, but got {program.target}.")
+    if program.interpreter is not None and shutil.which(program.interpreter) is None:
+        raise UsageError(
+            f"PYTHON_EXEC={program.interpreter} is not on PATH or not executable; unset it, or correct it."
+        )
     if program.kind == "command" and shutil.which(program.target) is None:
         raise UsageError(f"the program {program.target} is not on PATH or not executable.")
 

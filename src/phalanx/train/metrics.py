@@ -53,6 +53,8 @@ class Mean(Metric):
     def update(self, value: Number, count: float | None = None) -> None:
         """Adds the mean of ``count`` values, or, without a count, every element of ``value``."""
         value = _checked(value, "Mean")
+        if not isinstance(count, Real | Tensor | None):
+            raise UsageError(f"count is {shown(count)}; give how many values the mean is of.")
         if isinstance(value, Tensor):
             value = value.detach().double()
             if count is None:
@@ -101,11 +103,11 @@ class Sum(Metric):
 
 def _checked(value: Any, metric: str) -> Number:
     """A number, or what torch makes a tensor of."""
-    if isinstance(value, Tensor | Real):
-        return value  # type: ignore[return-value]  # numpy's numbers are Real
     try:
+        if isinstance(value, Real):  # numpy's numbers are, too
+            return float(value)
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(f"{metric}.update got {shown(value)}; give a number or a tensor.") from None
 
 
