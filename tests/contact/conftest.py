@@ -86,7 +86,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not _rows or session.config.option.collectonly:
+    if not _rows or hasattr(session.config, "workerinput"):  # a worker of xdist sees a part of them only
         return
     machine = describe()
     lines = [

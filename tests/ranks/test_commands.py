@@ -29,8 +29,8 @@ FAILS_ON_PURPOSE = {
     "phalanx run --nproc-per-node 4 --stall-after 3 --on-stall kill examples/stuck.py": 1,
 }
 # `make test` is what runs this; `make demo` is taken apart below; the others are parts of these, or have a short form
-# among the tests (tests/native, tests/suite).
-MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench", "make stress", "make suite"}
+# among the tests (tests/native, tests/suite, tests/contact).
+MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench", "make stress", "make suite", "make contact"}
 
 
 # Commands that differ from one that is run in a flag only, by that one; what the flag does, other tests see.
