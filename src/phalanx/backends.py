@@ -181,7 +181,7 @@ def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
         asked = call.arguments["backend"]
         if not _becomes_shm(asked, call.arguments):
             group, store = plain(*args, **kwargs)
-            if _is_gloo(asked) and isinstance(group, c10d.ProcessGroup):
+            if ":" in asked and _is_gloo(asked) and isinstance(group, c10d.ProcessGroup):
                 # Left out by torch for "cpu:gloo" as soon as any other backend is registered, such as ours.
                 group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
             return group, store

@@ -185,6 +185,18 @@ def test_only_the_first_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().err == ""
 
 
+def test_with_a_gpu_the_backend_of_torchs_own_choice_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_has_cards", lambda: True)
+    group: Any = dist.ProcessGroup(0, 4)  # pyright: ignore[reportCallIssue]
+    group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+
+    def make(group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: str, store: Any) -> Any:
+        return group, store
+
+    assert backends._choosing(make)(4, 0, [], "undefined", None) == (group, None)
+    assert group._get_backend_name() == "nccl"
+
+
 def test_a_rank_can_report_one_printable_line_only() -> None:
     member = Member(placements([1])[0])
     os.write(member.report_writer, json.dumps({"notice": "a\x1b[2J\nb" + "c" * 1000}).encode() + b"\n")
