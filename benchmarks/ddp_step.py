@@ -8,4 +8,4 @@ from pathlib import Path
 from phalanx.cli import main
 
 if __name__ == "__main__":
-    main(["bench", "ddp-step", "--out", str(Path(__file__).parent / "results"), *sys.argv[1:]])
+    main(["bench", "ddp-step", "--wrappers", "--out", str(Path(__file__).parent / "results"), *sys.argv[1:]])

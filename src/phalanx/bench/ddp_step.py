@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.bench import machine
 from phalanx.bench.arguments import CommonSettings, counts, new_parser, positive, seconds
-from phalanx.bench.ddp_step_table import tables
+from phalanx.bench.ddp_step_table import GLOO, OURS, PLAIN, SHM, tables
 from phalanx.bench.jobs import Job, under_phalanx
 from phalanx.bench.report import Report
 from phalanx.bench.rows import rows
@@ -34,6 +34,7 @@ class Settings(CommonSettings):
     ranks: tuple[int, ...]
     width: int
     seconds: float
+    wrappers: bool
 
 
 def measure(settings: Settings) -> Report:
@@ -56,6 +57,9 @@ def parse(argv: Sequence[str]) -> Settings:
         default=10.0,
         help="for one model in one job, about; default %(default)s",
     )
+    parser.add_argument(
+        "--wrappers", action="store_true", help="also px.data_parallel beside plain DDP, each in processes of its own"
+    )
     settings = Settings(**vars(parser.parse_args(argv)))
     if settings.width % 32:
         parser.error(f"--width is {settings.width}; give a multiple of 32, for the transformer's six heads")
@@ -68,3 +72,6 @@ def plan(settings: Settings) -> Iterator[Job]:
         for ranks in settings.ranks:
             turn = (repeat, settings.repeats, settings.timeout)
             yield Job("DDP", "ddp_step_rank.py", under_phalanx, ranks, order, *turn)
+            ways = [f"{backend}, {wrapper}" for backend in (SHM, GLOO) for wrapper in (PLAIN, OURS)]
+            for only in ways if settings.wrappers else ():
+                yield Job(only, "ddp_step_rank.py", under_phalanx, ranks, {**order, "only": only}, *turn)

@@ -13,15 +13,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.bench.ddp_step_table import PLAIN
 from phalanx.bench.torch_groups import Groups, agree, both_groups
 from phalanx.bench.turns import Contender, Turns
 from phalanx.bench.work import Batch, check_same, mlp, mlp_batch, stepper
+from phalanx.parallel import data_parallel
 
 
 def main(directory: Path) -> None:
@@ -29,7 +32,10 @@ def main(directory: Path) -> None:
     groups = both_groups()
     turns = Turns(dist.barrier, agree, order["seconds"])
     for name in order["models"]:
-        _measure(turns, groups, name, order["width"])
+        if "only" in order:
+            _measure_one(turns, groups, name, order)
+        else:
+            _measure(turns, groups, name, order["width"])
         gc.collect()  # a DDP model that is still there makes the end of the groups wait for ever, with torch 2.13
     turns.write(directory, dist.get_rank())
     dist.destroy_process_group()
@@ -50,6 +56,17 @@ def _measure(turns: Turns, groups: Groups, name: str, width: int) -> None:
     contenders = [Contender(each, [stepper(model, batch)]) for each, model in models.items()]
     turns.measure(name, 4 * gradients.numel(), [*contenders, Contender("all_reduce", [reduce])])
     check_same(models["shm"], models["gloo"])
+
+
+def _measure_one(turns: Turns, groups: Groups, name: str, order: dict[str, Any]) -> None:
+    """One way to wrap the model, in processes that hold no other: page faults are a part of its steps."""
+    make, sample = _MODELS[name]
+    backend, wrapper = order["only"].split(", ")
+    wrap = DistributedDataParallel if wrapper == PLAIN else data_parallel
+    torch.manual_seed(0)
+    model = wrap(make(order["width"]), process_group=groups[backend])
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    turns.measure(name, size, [Contender(order["only"], [stepper(model, sample(order["width"]))])])
 
 
 def _wrap(model: nn.Module, contender: str, groups: Groups) -> DistributedDataParallel:

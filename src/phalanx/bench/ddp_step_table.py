@@ -9,6 +9,8 @@ from phalanx.bench.rows import Row
 from phalanx.bench.summary import Summary
 
 ALONE, BUCKETS, SHM, GLOO, REDUCE = "alone", "buckets", "shm", "gloo", "all_reduce"
+PLAIN, OURS = "DDP", "data_parallel"
+"""How a model is wrapped, in a job of its own; after the name of a backend."""
 _GOAL = 1 / 3
 _MILLI = 1e3
 """µs in a ms."""
@@ -29,7 +31,8 @@ def verdict(row: Row) -> str:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    return "\n\n".join([_steps(rows), _breakdown(rows)])
+    has_wrappers = any(f"{SHM}, {OURS}" in row.times for row in rows)
+    return "\n\n".join([_steps(rows), _breakdown(rows), *([_wrappers(rows)] if has_wrappers else [])])
 
 
 def _steps(rows: Sequence[Row]) -> str:
@@ -66,6 +69,22 @@ def _breakdown(rows: Sequence[Row]) -> str:
         "hide it. The last column is one synchronous all_reduce of all gradients in one tensor, with nothing beside it."
     )
     return "\n".join(["## Where shm's part goes", "", words, "", *grid([header, *body])])
+
+
+def _wrappers(rows: Sequence[Row]) -> str:
+    header = ["model", "ranks", "backend", f"{PLAIN}, ms", f"{OURS}, ms", f"{OURS}/{PLAIN}"]
+    body = []
+    for row in rows:
+        for backend in (SHM, GLOO):
+            plain, ours = (f"{backend}, {wrapper}" for wrapper in (PLAIN, OURS))
+            times = [row.times[way].show(_MILLI, 1) for way in (plain, ours)]
+            ratio = row.ratio(ours, plain)
+            body.append([row.measure, str(row.ranks), backend, *times, ratio.show() if ratio else ""])
+    words = (
+        "Each in processes of its own, as in training: where several models share a process, memory that one of them "
+        "gives back serves another, and page faults, which can be a third of such a step, are not seen."
+    )
+    return "\n".join([f"## {OURS} beside {PLAIN}", "", words, "", *grid([header, *body])])
 
 
 def _difference(row: Row, of: str, to: str) -> str:
