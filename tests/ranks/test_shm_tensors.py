@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import UsageError
 from phalanx.parallel import data_parallel
+from phalanx.shm import native
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
@@ -112,6 +114,8 @@ def refuse_the_rest(world: World) -> dict[str, str]:
         "mapped": lambda: torch.vmap(lambda row: dist.broadcast(row, 0))(torch.ones(2, 3)),
         "sparse": lambda: dist.broadcast(sparse, 0),
         "sharded model": lambda: data_parallel(model),
+        "sharded model in DDP": lambda: DistributedDataParallel(model),
+        "no address": lambda: group._collectives._run(native.Call(op=native.ALL_REDUCE, width=4, count=3, root=-1)),
     }
     told = {name: refusal(act) for name, act in acts.items()}
     dist.all_reduce(total := torch.ones(1))  # nobody has entered anything
@@ -139,6 +143,8 @@ def test_a_tensor_without_memory_of_its_own(run_ranks: RunRanks) -> None:
         assert "no memory of its own" in told["mapped"]
         assert "sparse_coo" in told["sparse"]
         assert "fully_shard" in told["sharded model"]
+        assert " a DTensor " in told["sharded model in DDP"]
+        assert "all_reduce was given no memory" in told["no address"]
 
 
 def test_expanded_tensors_are_refused_before_anything_moves(run_ranks: RunRanks) -> None:
