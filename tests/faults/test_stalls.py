@@ -21,7 +21,7 @@ from phalanx.testing import virtual_nodes
 from tests.conftest import start, told
 
 CASES = """
-import os, queue, signal, subprocess, sys, threading, time
+import atexit, ctypes, fcntl, os, queue, signal, sqlite3, subprocess, sys, threading, time
 import torch, torch.distributed as dist, phalanx as px
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
@@ -70,6 +70,9 @@ def wait_for_lock():
     with lock:
         step()
 
+def upload():
+    threading.Event().wait()
+
 def produce():
     raise OSError("shard 12 is corrupt")
 
@@ -107,6 +110,21 @@ if is_odd:
     if case == "finished":
         threading.Thread(target=time.sleep, args=[1000]).start()
         sys.exit()
+    if case == "exit":
+        atexit.register(upload)
+        sys.exit()
+    if case == "database":
+        databases = [sqlite3.connect("log.db", timeout=1000, isolation_level=None) for _ in range(2)]
+        databases[0].execute("begin exclusive")
+        databases[1].execute("begin exclusive")
+    if case == "file":
+        holder = subprocess.Popen(["flock", "file.lock", "sh", "-c", "echo; exec sleep 1000"], stdout=subprocess.PIPE)
+        holder.stdout.readline()
+        fcntl.flock(open("file.lock"), fcntl.LOCK_EX)
+    if case == "native":
+        enter, state = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+        enter(state)
+        enter(state)
     if case == "branch":
         dist.barrier()
     if case == "recv":
@@ -166,6 +184,24 @@ VERDICTS = {
         WAITS,
         "rank 1 is missing: it has finished its script",
         r"its process \(pid \d+\) has not ended: one of its threads may keep it",
+    ],
+    "exit": [
+        WAITS,
+        "rank 1 is missing: it has finished its script",
+        r"its process \(pid \d+\) has not ended: its main thread is in an atexit handler at train.py:\d+: threading.*",
+    ],
+    "database": [
+        WAITS,
+        r"rank 1 is missing: it waits for a lock on an SQLite database at train.py:\d+: databases\[1\].*",
+    ],
+    "file": [
+        WAITS,
+        r"rank 1 is missing: it waits for a lock on a file at train.py:\d+: fcntl.flock.*",
+        r"pid \d+ \((flock file.lock .*|sleep 1000)\) holds it",
+    ],
+    "native": [
+        WAITS,
+        r"rank 1 is missing: it waits for a lock or a thread inside native code at train.py:\d+: enter\(state\)",
     ],
     "recv": [WAITS, r"rank 1 waits in recv from rank 0.*, train.py:\d+: dist.recv\(total, 0\)"],
     "computes": [

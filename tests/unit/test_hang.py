@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose import rank_record
+from phalanx.diagnose import processes, rank_record
 from phalanx.diagnose.dossier import dossier, stack_lines
 from phalanx.diagnose.hang import find_hang
 from phalanx.diagnose.hang_words import go_on, headline, those, verdict_lines
@@ -125,6 +125,16 @@ def test_a_rank_sleeps() -> None:
             [line("prepare()")],
             {"waits_in": "locks_lock_inode_wait"},
             "waits for a lock on a file in load at data.py:40",
+        ),
+        (
+            [line("db.execute(query)")],
+            {"waits_in": "hrtimer_nanosleep"},
+            "waits for a lock on an SQLite database in load at data.py:40: db.execute(query)",
+        ),
+        (
+            [line("library.run()")],
+            {"waits_in": "futex_wait_queue"},
+            "waits for a lock or a thread inside native code in load at data.py:40: library.run()",
         ),
         ([line("store.get('config')")], {}, "waits for a key of a store in load at data.py:40: store.get('config')"),
         (
@@ -236,6 +246,13 @@ def test_a_rank_has_finished_or_ended() -> None:
     main_thread = Thread((line("", LIBRARY + "threading.py", 9, "_shutdown"),), "MainThread", is_main=True)
     lines = with_others(laggard(threads=(keeper, main_thread), page={"phase": "done"}))
     assert lines[1] == "its process (pid 101) has not ended: a thread of it is at log.py:12: upload(file)"
+    closing = line("self.close()", LIBRARY + "log.py", 7, "__del__"), "a destructor"
+    for handler, where in ((line("uploader.join()", "log.py", 30, "finish"), "an atexit handler"), closing):
+        lines = with_others(
+            laggard(lines=[line("", LIBRARY + "threading.py", 9, "join"), handler], page={"phase": "done"})
+        )
+        who = "its process (pid 101) has not ended: its main thread is in"
+        assert lines[1] == f"{who} {where} at {handler.file}:{handler.line}: {handler.source}"
     ended = dataclasses.replace(laggard(), exit_code=0, vitals=None)
     assert with_others(ended)[0] == "rank 1 is missing: it has ended with exit code 0"
 
@@ -249,6 +266,19 @@ def test_a_thread_is_deadlocked() -> None:
         "rank 1 is missing: it waits for a lock or another thread in flush at train.py:33: with lock:",
         "another thread of rank 1 may hold it: log.py:12 in write: results.put(x)",
     ]
+
+
+def test_who_holds_a_lock_on_a_file(tmp_path: Path) -> None:
+    table = tmp_path / "locks"
+    table.write_text(
+        "1: POSIX  ADVISORY  READ  9 fe:01:33 0 EOF\n2: FLOCK  ADVISORY  WRITE 4711 fe:01:34 0 EOF\n"
+        "2: -> FLOCK  ADVISORY  WRITE 5 fe:01:34 0 EOF\n2: -> FLOCK  ADVISORY  WRITE 101 fe:01:34 0 EOF\n"
+        "3: OFDLCK ADVISORY  WRITE -1 fe:01:35 0 EOF\n3: -> OFDLCK ADVISORY  WRITE 102 fe:01:35 0 EOF\n"
+    )
+    assert [processes.lock_holder(pid, table) for pid in (101, 102, 4711)] == [4711, None, None]
+    vitals = {"waits_in": "locks_lock_inode_wait", "lock_holder": "pid 4711 (python prepare.py)"}
+    lines = with_others(laggard(lines=[line("fcntl.flock(f, LOCK_EX)")], vitals=vitals))
+    assert lines[1] == "pid 4711 (python prepare.py) holds it"
 
 
 def test_a_thread_has_died_that_is_waited_for() -> None:

@@ -17,7 +17,9 @@ _DOES = {
     "child": "waits for a process that it has started",
     "input": "waits for input",
     "lock": "waits for a lock or another thread",
+    "native lock": "waits for a lock or a thread inside native code",
     "file lock": "waits for a lock on a file",
+    "sqlite": "waits for a lock on an SQLite database",
     "store": "waits for a key of a store",
     "queue": "waits for another process",
     "network": "waits for the network",
@@ -190,7 +192,14 @@ def _details(what: Whereabouts, record: RankRecord) -> list[str]:
 def _reasons(what: Whereabouts, record: RankRecord) -> list[str]:
     if what.helper is not None:
         return [_helper(what.helper, "worker" if what.kind == "loader" else "process")]
+    if what.kind == "file lock" and record.vitals is not None and record.vitals.lock_holder:
+        return [f"{record.vitals.lock_holder} holds it"]
     if what.kind == "finished" and record.vitals is not None:
+        if what.handler is not None:
+            where = "a destructor" if what.handler.function == "__del__" else "an atexit handler"
+            return [
+                f"its process (pid {record.vitals.pid}) has not ended: its main thread is in {where}{_at(what.handler)}"
+            ]
         who = f"a thread of it is{_at(what.holder)}" if what.holder else "one of its threads may keep it"
         return [f"its process (pid {record.vitals.pid}) has not ended: {who}"]
     if what.holder is not None:

@@ -59,6 +59,22 @@ def facts(pid: int, proc: Path = Path("/proc")) -> ProcessFacts | None:
     )
 
 
+def lock_holder(pid: int, locks: Path = Path("/proc/locks")) -> int | None:
+    """The process that holds the lock on a file for which this one waits; None if it waits for none, or for a stranger.
+
+    The kernel lists those that wait below the one that holds, with the same number and an arrow.
+    """
+    holder = None
+    for line in _read(locks).splitlines():
+        fields = line.split()[1:]
+        if fields[:1] == ["->"]:
+            if fields[4] == str(pid):
+                return holder
+        else:
+            holder = int(fields[3]) if int(fields[3]) > 0 else None
+    return None
+
+
 def family(pid: int) -> list[int]:
     """The processes below it, children first."""
     found: list[int] = []

@@ -36,6 +36,8 @@ class Vitals:
     resident: int = 0
     waits_in: str = ""
     """The kernel's function that its main thread sleeps in."""
+    lock_holder: str = ""
+    """Of the lock on a file that it waits for: pid and command."""
     waits_for_disk: bool = False
     """Most of the time."""
     wants_cpu: bool = False

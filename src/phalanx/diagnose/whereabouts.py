@@ -33,8 +33,16 @@ _BY_TEXT = (
     ("input", re.compile(r"\binput\(|\bstdin\b")),
     ("file lock", re.compile(r"\b(flock|lockf)\(")),
     ("store", re.compile(r"store\w*\.(get|wait)\(", re.IGNORECASE)),
-    ("lock", re.compile(r"lock|mutex|semaphore|condition|\.acquire\(|\.result\(|\.wait\(", re.IGNORECASE)),
+    (
+        "lock",
+        re.compile(
+            r"lock|mutex|semaphore|condition|\.acquire\(|\.result\(|\.wait\(|\.join\(|queue\S*\.(get|put)\(",
+            re.IGNORECASE,
+        ),
+    ),
 )
+# sqlite waits by trying again: its process sleeps in a call that only asks a database for something.
+_ASKS_DATABASE = re.compile(r"\.(execute|executemany|executescript|commit)\(")
 
 
 @dataclass(frozen=True)
@@ -42,14 +50,16 @@ class Whereabouts:
     """Of one rank."""
 
     kind: str
-    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, file lock, store,
-    queue, network, idle or unknown"""
+    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, native lock,
+    file lock, sqlite, store, queue, network, idle or unknown"""
     line: Line | None = None
     """The innermost of the user's."""
     helper: Child | None = None
     """The process that it waits for, if that is known: a worker of the loader, or a program."""
     holder: Line | None = None
     """Where the thread stands that probably holds the lock, or keeps a process that has finished."""
+    handler: Line | None = None
+    """Where the main thread of a rank that has finished stands: in what is to be done at exit."""
     left: Line | None = None
     """The line of the loop that it has left, as the ranks that wait have it."""
 
@@ -63,9 +73,10 @@ def whereabouts(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Where
     left = next(filter(None, (has_left(record, other) for other in waiting)), None)
     kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
     if kind is not None:
-        is_behind = kind == "finished" and not (main and main.users)  # it is in nothing of the user's any more
-        keeper = _holder(record.threads) if kind == "finished" else None
-        return Whereabouts(kind, None if is_behind else line, holder=keeper, left=left)
+        if kind == "finished":
+            handler = _at_exit(main)
+            return Whereabouts(kind, holder=None if handler else _holder(record.threads), handler=handler, left=left)
+        return Whereabouts(kind, line, left=left)
     if main is not None and _is_in_loader(main):
         return Whereabouts("loader", line, helper=_stuck(record.children, of_loader=True), left=left)
     kind = _idle_kind(record, main)
@@ -95,12 +106,14 @@ def _idle_kind(record: RankRecord, main: Thread | None) -> str:
     if vitals.computes:
         return "computes"
     found = _by_kernel(vitals) or (_by_code(main) if main else None)
+    if found == "sleeps" and main and main.innermost and _ASKS_DATABASE.search(main.innermost.source):
+        return "sqlite"
     if found is not None:
         return found
     if vitals.state == "D" or vitals.waits_for_disk:
         return "disk"
-    if vitals.waits_in.startswith("futex"):  # which stands behind many things
-        return "lock"
+    if vitals.waits_in.startswith("futex"):  # which stands behind many things; Python's own locks are known by now
+        return "native lock" if main is not None else "lock"
     return "idle" if main is not None else "unknown"
 
 
@@ -164,6 +177,16 @@ def helper_line(child: Child) -> Line | None:
     if main is None:
         return None
     return _line_within_worker(child) if _is_loader_worker(main) else main.telling
+
+
+def _at_exit(main: Thread | None) -> Line | None:
+    """The line of an atexit handler, or of a destructor, that the main thread is in after the script's last line.
+
+    Python waits for the other threads in threading._shutdown; handlers are called by no other line of Python.
+    """
+    if main is None or not main.lines or main.lines[-1].function in ("_shutdown", "<module>"):
+        return None
+    return next(iter(main.users), main.lines[-1])
 
 
 def _holder(threads: Sequence[Thread]) -> Line | None:

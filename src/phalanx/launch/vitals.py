@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.diagnose.processes import ProcessFacts, facts
+from phalanx.diagnose.processes import ProcessFacts, facts, lock_holder
 from phalanx.diagnose.rank_record import Vitals
 from phalanx.launch import orphans, sockets
 
@@ -100,9 +100,15 @@ class Chart:
             swapped=last.facts.swapped,
             resident=last.facts.resident,
             waits_in=_waits_in(pid),
+            lock_holder=_lock_holder(pid),
             waits_for_disk=_is_mostly("D", readings),
             wants_cpu=_is_mostly("R", readings),
         )
+
+
+def _lock_holder(pid: int) -> str:
+    holder = lock_holder(pid)
+    return "" if holder is None else f"pid {holder} ({command_of(holder)})"
 
 
 def _is_mostly(state: str, readings: Collection[Reading]) -> bool:
