@@ -1,13 +1,13 @@
 """RECORD: what each rank is doing, written into its status page without a change of the script.
 
 `phases` follows the loop by torch's own hooks; `flight` reads torch's flight recorder, which sees what gloo and nccl
-do, and `messages` what it does not see; `waits` tells waiting from own work. The collectives of shm are noted by shm
-itself.
+do, and `messages` what it does not see; `waits` tells waiting from own work. `ddp_teardown` prevents a deadlock. The
+collectives of shm are noted by shm itself.
 """
 
 from __future__ import annotations
 
-from phalanx.recorder import flight, messages, phases, waits
+from phalanx.recorder import ddp_teardown, flight, messages, phases, waits
 
 __all__ = ["install"]
 
@@ -18,3 +18,4 @@ def install() -> None:
     flight.install()
     messages.install()
     waits.install()
+    ddp_teardown.install()
