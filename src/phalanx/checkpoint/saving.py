@@ -8,9 +8,7 @@ Nobody waits here, so nobody can be waited for in a circle.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,8 +28,6 @@ from phalanx.checkpoint.words import in_bytes, say
 from phalanx.errors import CheckpointError
 
 _FULL = "the disk is full."
-_NICE = 10
-"""Writing gets what training leaves of the processor; a tenth of a core that is never idle."""
 
 
 @dataclass(frozen=True)
@@ -53,28 +49,21 @@ class Task:
 
 
 class Background:
-    """What the saves of one checkpointer have in common: the copies in memory, and two threads that last.
+    """What the saves of one checkpointer have in common: the copies in memory, and a thread that lasts.
 
-    One copies, which an optimizer's step may wait for. The other writes, with a low priority: what training leaves of
-    the processor is enough for that. An interpreter that ends waits for both.
+    To start a thread is to wait until it runs, which takes long where all cores are busy. It has no lower priority than
+    training: whenever it holds the interpreter's lock, training would have to wait for it all the longer. An
+    interpreter that ends waits for it.
     """
 
     def __init__(self) -> None:
         self.copies, self.gate = Copies(), Gate()
-        self.copier = ThreadPoolExecutor(1, "checkpoint-copy")
-        self.writer = ThreadPoolExecutor(1, "checkpoint-write", _step_back)
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
 
     def close(self) -> None:
         """Waits for what is under way."""
-        self.copier.shutdown()
-        self.writer.shutdown()
+        self.thread.shutdown()
         self.gate.remove()
-
-
-def _step_back() -> None:
-    """Lowers the priority of this thread alone, where the system lets a thread have one."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 class Saving:
@@ -88,7 +77,6 @@ class Saving:
         self._aside, _ = shelf.place.names_for(task.step, task.token)
         self._started = time.monotonic()
         self._lost: BaseException | None = None
-        self._failure: Exception | None = None
         self._done = threading.Event()
 
     @property
@@ -100,7 +88,7 @@ class Saving:
         if not self._task.share.error:
             background.gate.shut()
         try:
-            background.copier.submit(self._copy)
+            background.thread.submit(self._run)
         except BaseException:
             background.gate.open()
             raise
@@ -127,20 +115,6 @@ class Saving:
 
     # ---- in the background
 
-    def _copy(self) -> None:
-        background = self._background
-        try:
-            if not self._task.share.error:
-                background.copies.finish()
-        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
-            self._failure = error
-        finally:
-            background.gate.open()
-        try:
-            background.writer.submit(self._run)
-        except RuntimeError:  # the interpreter is ending, and takes no new work
-            self._run()
-
     def _run(self) -> None:
         try:
             if self._council.hand_in(self._key("share"), self._write_share().encode()):
@@ -155,8 +129,10 @@ class Saving:
         if share.error:
             return share
         try:
-            if self._failure is not None:
-                raise self._failure
+            try:
+                self._background.copies.finish()
+            finally:
+                self._background.gate.open()
             place = self._shelf.place
             place.make(self._aside)
             fact = place.write(self._aside, file_of(self._council.rank), self._background.copies.content)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import numpy
@@ -59,7 +59,9 @@ def is_array(value: Any) -> bool:
     return type(value) is numpy.ndarray and value.dtype.kind in "biufc"
 
 
-def _all(values: Iterable[Any], path: Path, keep: Keep) -> list[Any]:
+def _all(values: Collection[Any], path: Path, keep: Keep) -> list[Any]:
+    if all(type(each) is int for each in values):  # the state of a random generator is 625 of them
+        return list(values)
     return [encode(each, (*path, number), keep) for number, each in enumerate(values)]
 
 
