@@ -142,7 +142,7 @@ class Checkpointer:
         self._last = state.step
         self._schedule.done(state.step)
         self._saving.start()
-        if failure is not None:
+        if failure is not None and self._asynchronous:  # else save() waits for it, as on all ranks
             raise failure
 
     def _open(self, step: int) -> str:

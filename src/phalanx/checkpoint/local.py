@@ -31,7 +31,8 @@ class Local(Place):
     def __init__(self, path: str, mode: int | None = None) -> None:
         self.path = path
         self._root = Path(path).expanduser().absolute()
-        self._mode = mode
+        self._is_told = mode is not None
+        self._mode = _default_mode() if mode is None else mode
 
     def directories(self) -> list[str]:
         try:
@@ -52,9 +53,9 @@ class Local(Place):
     @contextlib.contextmanager
     def create(self, directory: str, name: str) -> Iterator[IO[bytes]]:
         path = self._root / directory / name
-        fd = os.open(path, _CREATE, _file_mode(self._mode))
+        fd = os.open(path, _CREATE, self._mode)
         try:
-            if self._mode is not None:
+            if self._is_told:  # whatever the umask is
                 os.chmod(fd if os.chmod in os.supports_fd else path, self._mode)  # noqa: PTH101 (no link is followed)
             yield cast(IO[bytes], _Direct(fd))
             os.fsync(fd)
@@ -70,12 +71,11 @@ class Local(Place):
 
     def _make(self, directory: Path) -> None:
         """Who may read a file may list its directory. Harmless if that is there already."""
-        mode = _file_mode(self._mode)
-        mode |= (mode & 0o444) >> 2
+        mode = self._mode | (self._mode & 0o444) >> 2
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode)
-            if self._mode is not None:
+            if self._is_told:
                 directory.chmod(mode)
 
     def names_for(self, step: int, token: str) -> tuple[str, str]:
@@ -113,7 +113,7 @@ class Local(Place):
         self._make(self._root)
         path = self._root / _LOCK
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, _file_mode(self._mode))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, self._mode)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -128,17 +128,15 @@ class Local(Place):
             if _is_at(fd, path):
                 break
             os.close(fd)  # its owner has just removed it
-        if self._mode is not None:
+        if self._is_told:
             os.fchmod(fd, self._mode)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"pid {os.getpid()} on host {socket.gethostname()}".encode(), 0)
         return lambda: _unlock(fd, path)
 
 
-def _file_mode(mode: int | None) -> int:
+def _default_mode() -> int:
     """For the owner alone, unless the user's umask was made for a group: one that shuts out all others."""
-    if mode is not None:
-        return mode
     umask = os.umask(0o077)
     os.umask(umask)
     return 0o666 if umask & 0o007 == 0o007 else 0o600
