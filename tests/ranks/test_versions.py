@@ -70,7 +70,7 @@ def test_an_older_torch_gets_gloo_and_one_line(phalanx: Runner, script) -> None:
     for lines in by_rank(outcome).values():  # torch 2.8 to 2.10 has a line of its own about gloo, as under torchrun
         assert [line for line in lines if "[Gloo]" not in line] == ["[3.0, 3.0, 3.0] ProcessGroup"]
     assert outcome.err.splitlines()[1:] == [
-        "[rank 0] phalanx: the backend is gloo: shm needs torch 2.8 or newer, and this is 2.7.1+cpu"
+        "phalanx: the backend is gloo: shm needs torch 2.8 or newer, and this is 2.7.1+cpu"
     ]
 
 
@@ -93,7 +93,7 @@ def test_shm_by_name_says_which_torch_it_needs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     with pytest.raises(UsageError, match=r"'shm' cannot be used: shm needs torch 2\.8 or newer, and this is 2\.7\.1;"):
         backends.require_shm()
-    wrapped = backends._choosing(lambda *_: pytest.fail("torch does not know it"))
+    wrapped = backends._noting(lambda *_: pytest.fail("torch does not know it"))
     with pytest.raises(UsageError, match=r"shm needs torch 2\.8"):
         wrapped("shm")
 

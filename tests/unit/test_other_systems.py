@@ -121,7 +121,7 @@ for refused in (lambda: px.spawn(print, nprocs=2), lambda: px.init("shm")):
 def _run(code: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = cwd / "imitated.py"
     script.write_text(HIDE + textwrap.dedent(code))
-    return subprocess.run([sys.executable, script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def test_a_world_of_one_works_without_fork_fcntl_and_proc(tmp_path: Path) -> None:
