@@ -59,12 +59,11 @@ def launch_main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """One that was closed would give its number to the next file that is opened; Python has None in its place."""
+    """Also those that were closed when this process was started; Python has None in their place."""
+    from phalanx.launch import boot
+
+    boot.open_closed_streams()
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115 (as Python's own)
     for stream in (sys.stdout, sys.stderr):

@@ -236,6 +236,22 @@ if __name__ == "__main__":
     assert sorted(got.stdout.splitlines()) == ["inner 0 of 2", "inner 1 of 2"], got.stderr
 
 
+def test_a_parent_without_standard_output(tmp_path: Path) -> None:
+    """As a daemon: no file or socket of ours takes its number, which the processes would print to."""
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, phalanx as px\n"
+        "def note(rank):\n"
+        "    pathlib.Path(f'rank-{rank}').write_text(os.readlink('/proc/self/fd/1'))\n"
+        "if __name__ == '__main__':\n"
+        "    px.spawn(note, nprocs=2)\n"
+        "    os.fstat(1)\n"
+    )
+    command = ["sh", "-c", f"{sys.executable} script.py >&-"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "Bad file descriptor" in ended.stderr, "it is closed again"
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["/dev/null"] * 2
+
+
 def test_a_script_without_a_guard_is_told(tmp_path: Path) -> None:
     """Each new process imports the script; unguarded, that would start processes without end."""
     text = "import phalanx as px\ndef work(rank): pass\npx.spawn(work, nprocs=2)\n"

@@ -132,7 +132,7 @@ def test_every_flag_of_the_installed_torchrun_is_known() -> None:
     ours = {name.replace("_", "-") for name in parser._option_string_actions}
     assert {name.replace("_", "-") for name in theirs} - ours == set(flags.NOT_SUPPORTED)
     for name, instead in flags.NOT_SUPPORTED.items():
-        for spelling in (name, name.replace("_", "-")):
+        for spelling in (name, "--" + name[2:].replace("-", "_")):
             with pytest.raises(errors.UsageError, match=f"^torchrun's {name} is not supported; {instead}.$"):
                 parser.parse_args([spelling, "x", "train.py"])
 

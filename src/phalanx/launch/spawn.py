@@ -20,6 +20,7 @@ from phalanx.arguments import shown, whole_number
 from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
+from phalanx.launch import boot
 from phalanx.launch.channel import anonymous_file
 from phalanx.launch.member import Member
 from phalanx.launch.nursery import Nursery
@@ -97,6 +98,7 @@ class SpawnContext:
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
         spec = LaunchSpec(program, nproc_per_node=nprocs)
         parcel, fds = functions.pack(fn, args, daemon)
+        self._filled = boot.open_closed_streams()
         self._own_nursery = nursery is None
         self._nursery = nursery or _new_nursery()
         self._selector = selectors.DefaultSelector()
@@ -174,6 +176,8 @@ class SpawnContext:
             self._watch.abandon()
         self._watch.close()
         self._selector.close()
+        for fd in self._filled:
+            os.close(fd)
 
     def _join_at_exit(self) -> None:
         if self._open:
