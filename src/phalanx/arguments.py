@@ -62,9 +62,8 @@ class Parser(argparse.ArgumentParser):
     """What other programs call some of the flags, and what they are called here."""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if (
-            action.option_strings and action.nargs is None and arg_strings == ["--"]
-        ):  # Python 3.11 makes it an empty list
+        # Python 3.11 would make an empty list of `--flag=--`.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
             self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
         return super()._get_values(action, arg_strings)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -98,7 +98,6 @@ def _rank() -> int:
 
 def main_only(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
     """Decorates a function to run on rank 0 alone; on the others it returns None."""
-
     if not callable(function):
         raise UsageError(f"main_only got {shown(function)}, which cannot be called; give a function.")
 
