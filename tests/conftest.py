@@ -246,7 +246,12 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list]:
-    return testing.run_ranks
+    def run(*args, **options) -> list:
+        if options.get("backend") == "shm" and torch_compat.why_no_shm():
+            options["backend"] = "gloo"
+        return testing.run_ranks(*args, **options)
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import status
+from phalanx import status, torch_compat
 from phalanx.recorder.symbols import without_compiler
 from phalanx.status import layout
 from phalanx.status.page import Flight, StatusPage
@@ -66,9 +66,10 @@ def torch_recorder() -> Any:
 
 
 def is_there() -> bool:
-    """Whether it records anything: older versions of torch have none for gloo, and it can be turned off."""
+    """Whether it records anything: in older versions of torch it has to be turned on, and it can be turned off."""
     sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
-    return bool(_dumps()) and next((size for size in sizes if size is not None), "") != "0"
+    default = "" if torch_compat.release() >= torch_compat.FLIGHT_RECORDER_IS_ON else "0"
+    return bool(_dumps()) and next((size for size in sizes if size is not None), default) != "0"
 
 
 def _dumps() -> list[str]:

@@ -16,6 +16,8 @@ OLDEST = (2, 6)
 """The oldest version that the smoke tests have been run with; pyproject.toml says the same."""
 OLDEST_FOR_SHM = (2, 8)
 """Before it, the options of a collective do not say whether it is asynchronous."""
+FLIGHT_RECORDER_IS_ON = (2, 13)
+"""Without a variable that turns it on. 2.10 has it off; between the two nobody has looked."""
 _GLOO_HAS_LOG_LEVELS = (2, 13)
 _LIBUV_TAKES_OPEN_SOCKETS = (2, 8)
 
