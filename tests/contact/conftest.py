@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,8 @@ collect_ignore = [] if FULL else ["test_frameworks.py"]
 
 _PAGE = REPOSITORY / "docs/contact.md"
 _LAUNCHERS = {
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--tee", "1"),
-    "phalanx": ("-m", "phalanx", "run", "--nproc-per-node", "2"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone"),
+    "phalanx": ("-m", "phalanx", "run"),
 }
 _rows: dict[str, dict[str, Any]] = {}
 
@@ -36,15 +35,15 @@ def beside_torchrun(tmp_path: Path) -> Beside:
     """Runs a program on two ranks, by torchrun and by phalanx, and compares what each rank has left.
 
     A rank leaves `rank-N.json` in the directory that is the program's last argument. Returns what they have left.
-    With ``printed`` the lines on standard output are compared as well, in whatever order they came.
+    With ``printed`` what each rank has printed is compared as well.
     """
 
     def run(*program: str, printed: bool = False, timeout: float = 300) -> list[dict[str, Any]]:
-        (left, lines), (theirs, their_lines) = (
+        (left, words), (theirs, their_words) = (
             _run(name, program, tmp_path, timeout) for name in ("phalanx", "torchrun")
         )
         assert left == theirs
-        assert not printed or lines == their_lines
+        assert not printed or words == their_words
         return left
 
     return run
@@ -53,7 +52,10 @@ def beside_torchrun(tmp_path: Path) -> Beside:
 def _run(launcher: str, program: tuple[str, ...], directory: Path, timeout: float) -> tuple[list[Any], list[str]]:
     place = directory / launcher
     place.mkdir()
-    command = [*_LAUNCHERS[launcher], *program, str(place)]
+    logs = place / "logs"
+    # Standard output goes to a file for each rank: on one console, torchrun mixes the lines of the ranks.
+    flags = ["--nproc-per-node", "2", "--redirects", "1", "--log-dir", str(logs)]
+    command = [*_LAUNCHERS[launcher], *flags, *program, str(place)]
     with start(*command, cwd=place, env={"OMP_NUM_THREADS": "1"}) as process:
         try:
             out, err = process.communicate(timeout=timeout)
@@ -62,7 +64,9 @@ def _run(launcher: str, program: tuple[str, ...], directory: Path, timeout: floa
             raise
     assert process.returncode == 0, f"{launcher}: {out}{err}"
     left = [json.loads(path.read_text()) for path in sorted(place.glob("rank-*.json"))]
-    return left, sorted(re.sub(r"^\[(rank \d\] |default\d\]:)", "", line) for line in out.splitlines())
+    printed = {path.parent.name: path.read_text() for path in logs.glob("*/attempt_0/*/stdout.log")}
+    assert sorted(printed) == ["0", "1"]
+    return left, [text for _, text in sorted(printed.items())]
 
 
 # ---- the table
