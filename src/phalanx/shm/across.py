@@ -36,6 +36,8 @@ from phalanx.shm.tensors import (
     split,
 )
 
+_PART_BYTES = 1 << 20
+
 
 class AcrossNodes:
     """One at a time: whoever calls sees to that."""
@@ -193,8 +195,9 @@ class AcrossNodes:
         signature = Signature(op=native.GATHER, dtype=code_of(block)[0], root=root, count=block.numel())
         with self._passage.collective(signature):
             self._passage.agree_all(signature)
-            if block.numel():
-                self._wait(self._gloo.gather(targets, [as_bytes(block)], options))
+            for part in _parts(size_of(block)):
+                into = [[target[part] for target in blocks] for blocks in targets]
+                self._wait(self._gloo.gather(into, [as_bytes(block)[part]], options))
         staging.finish()
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
@@ -208,27 +211,29 @@ class AcrossNodes:
         signature = Signature(op=native.SCATTER, dtype=code_of(block)[0], root=root, count=block.numel())
         with self._passage.collective(signature):
             self._passage.agree_all(signature)
-            if block.numel():
-                self._wait(self._gloo.scatter([as_bytes(block)], sources, options))
+            for part in _parts(size_of(block)):
+                of = [[source[part] for source in blocks] for blocks in sources]
+                self._wait(self._gloo.scatter([as_bytes(block)[part]], of, options))
         staging.finish()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         check_exchange(outputs, inputs, self._size)
         staging = Staging()
-        targets = [flat(staging.write(tensor)) for tensor in outputs]
-        source = torch.cat([as_bytes(flat(tensor)) for tensor in inputs])
-        signature = Signature(op=native.ALL_TO_ALL, dtype=code_of(targets[0])[0], root=-1)
+        targets = [as_bytes(flat(staging.write(tensor))) for tensor in outputs]
+        sources = [as_bytes(flat(tensor)) for tensor in inputs]
+        signature = Signature(op=native.ALL_TO_ALL, dtype=code_of(outputs[0])[0], root=-1)
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
-        width = outputs[0].itemsize
-        splits = [width * count for count in receives], [width * count for count in sends]
-        target = torch.empty(sum(splits[0]), dtype=torch.uint8)
+        options = c10d.AllToAllOptions()
+        options.timeout = NEVER
         with self._passage.collective(signature):
-            if self._compare_splits(signature, sends, receives):
-                options = c10d.AllToAllOptions()
-                options.timeout = NEVER
-                self._wait(self._gloo.alltoall_base(target, source, *splits, options))
-        for output, data in zip(targets, target.split(splits[0]), strict=True):
-            output.copy_(typed(data, output.dtype))
+            largest = self._compare_splits(signature, sends, receives)
+            for part in _parts(largest * outputs[0].itemsize):
+                into, of = ([tensor[part] for tensor in tensors] for tensors in (targets, sources))
+                splits = [[tensor.numel() for tensor in tensors] for tensors in (into, of)]
+                received = torch.empty(sum(splits[0]), dtype=torch.uint8)
+                self._wait(self._gloo.alltoall_base(received, torch.cat(of), *splits, options))
+                for target, data in zip(into, received.split(splits[0]), strict=True):
+                    target.copy_(data)
         staging.finish()
 
     def all_to_all_single(
@@ -239,8 +244,8 @@ class AcrossNodes:
         self.all_to_all(split(target, output_splits, self._size), split(source, input_splits, self._size))
         staging.finish()
 
-    def _compare_splits(self, signature: Signature, sends: list[int], receives: list[int]) -> bool:
-        """What a rank sends must be what is expected from it; everybody looks at all pairs. False if it is nothing."""
+    def _compare_splits(self, signature: Signature, sends: list[int], receives: list[int]) -> int:
+        """What a rank sends must be what is expected from it; everybody looks at all pairs. The largest of them."""
         mine = as_bytes(torch.tensor([sends, receives]).flatten())
         rows = self._collect(signature, mine, torch.empty(mine.numel() * self._size, dtype=torch.uint8))
         tables = {rank: row.view(torch.int64).tolist() for rank, row in zip(self._nodes.order, rows, strict=True)}
@@ -249,7 +254,13 @@ class AcrossNodes:
                 sent, expected = tables[sender][receiver], tables[receiver][self._size + sender]
                 if sent != expected:
                     raise failures.splits(self._names, sender, receiver, sent, expected)
-        return any(map(any, tables.values()))
+        return max(map(max, tables.values()))
 
     def _wait(self, work: Any) -> None:
         self._passage.wait(work, [rank for rank in range(self._size) if rank != self._rank])
+
+
+def _parts(size: int) -> list[slice]:
+    """What goes from one rank to another at a time: gloo does not say how far it is, and a timeout counts while
+    nothing moves."""
+    return [slice(start, start + _PART_BYTES) for start in range(0, size, _PART_BYTES)]
