@@ -160,6 +160,8 @@ class _Traffic:
             message.finish(peer)
 
     def _connect(self, peer: int) -> socket.socket:
+        if peer in self._dead:  # a process that it forked may hold its listener open
+            raise ConnectionResetError
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._lines_out[peer] = line
         line.connect("\0" + self._addresses[peer])  # at once: there is room for every rank in the queue
