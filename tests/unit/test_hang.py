@@ -246,6 +246,8 @@ def test_a_rank_has_finished_or_ended() -> None:
     main_thread = Thread((line("", LIBRARY + "threading.py", 9, "_shutdown"),), "MainThread", is_main=True)
     lines = with_others(laggard(threads=(keeper, main_thread), page={"phase": "done"}))
     assert lines[1] == "its process (pid 101) has not ended: a thread of it is at log.py:12: upload(file)"
+    other = Thread((line("", LIBRARY + "threading.py", 9, "_bootstrap"),), "other", is_main=True)
+    assert "one of its threads may keep it" in with_others(laggard(threads=(other,), page={"phase": "done"}))[1]
     closing = line("self.close()", LIBRARY + "log.py", 7, "__del__"), "a destructor"
     for handler, where in ((line("uploader.join()", "log.py", 30, "finish"), "an atexit handler"), closing):
         lines = with_others(

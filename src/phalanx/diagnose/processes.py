@@ -71,7 +71,9 @@ def lock_holder(pid: int, locks: Path = Path("/proc/locks")) -> int | None:
             if fields[4] == str(pid):
                 return holder
         else:
-            holder = int(fields[3]) if int(fields[3]) > 0 else None
+            holder = (
+                int(fields[3]) or None if fields[3].isdigit() else None
+            )  # 0 and -1: nobody that can be seen from here
     return None
 
 

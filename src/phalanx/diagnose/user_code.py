@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from phalanx.status.places import installed_package
 
 # A rank may run under another interpreter than we do, so its library is known by the look of its path as well.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/")
-_PHALANX = str(Path(__file__).parents[1])
+_PHALANX = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 

@@ -184,7 +184,8 @@ def _at_exit(main: Thread | None) -> Line | None:
 
     Python waits for the other threads in threading._shutdown; handlers are called by no other line of Python.
     """
-    if main is None or not main.lines or main.lines[-1].function in ("_shutdown", "<module>"):
+    # Where the main thread is in no line of Python, another one is taken for it, which began in _bootstrap.
+    if main is None or not main.lines or main.lines[-1].function in ("_shutdown", "<module>", "_bootstrap"):
         return None
     return next(iter(main.users), main.lines[-1])
 

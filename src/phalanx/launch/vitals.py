@@ -91,6 +91,7 @@ class Chart:
             return None
         first, last = readings[0], readings[-1]
         seconds = max(last.at - first.at, 1e-3)
+        waits_in = _waits_in(pid)
         return Vitals(
             pid=pid,
             state=last.facts.state,
@@ -99,15 +100,17 @@ class Chart:
             faults=(last.facts.faults - first.facts.faults) / seconds,
             swapped=last.facts.swapped,
             resident=last.facts.resident,
-            waits_in=_waits_in(pid),
-            lock_holder=_lock_holder(pid),
+            waits_in=waits_in,
+            lock_holder=_lock_holder(pid, waits_in),
             waits_for_disk=_is_mostly("D", readings),
             wants_cpu=_is_mostly("R", readings),
         )
 
 
-def _lock_holder(pid: int) -> str:
-    holder = lock_holder(pid)
+def _lock_holder(pid: int, waits_in: str) -> str:
+    """Empty when it waits for no lock on a file; not every kernel says what it waits in."""
+    may_wait = waits_in in ("", "0") or "lock" in waits_in
+    holder = lock_holder(pid) if may_wait else None
     return "" if holder is None else f"pid {holder} ({command_of(holder)})"
 
 
