@@ -71,10 +71,18 @@ def lock_holder(pid: int, locks: Path = Path("/proc/locks")) -> int | None:
             if fields[4] == str(pid):
                 return holder
         else:
-            holder = (
-                int(fields[3]) or None if fields[3].isdigit() else None
-            )  # 0 and -1: nobody that can be seen from here
+            # 0 and -1: nobody that can be seen from here.
+            holder = int(fields[3]) or None if fields[3].isdigit() else None
     return None
+
+
+def where(pid: int, proc: Path = Path("/proc")) -> str:
+    """Its pid, its state, and the function of the kernel that it waits in."""
+    fields = _read(proc / str(pid) / "stat").rpartition(")")[2].split()
+    if not fields:
+        return f"pid {pid}, which has ended meanwhile"
+    meaning = {"D": " (waits for a device or a file system)", "T": " (stopped)", "Z": " (ended)"}.get(fields[0], "")
+    return f"pid {pid}, state {fields[0]}{meaning}, wchan {_read(proc / str(pid) / 'wchan').strip() or 'unknown'}"
 
 
 def family(pid: int) -> list[int]:

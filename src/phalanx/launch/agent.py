@@ -7,7 +7,6 @@ one comes or a deadline passes.
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
 import signal
 import time
@@ -17,14 +16,14 @@ from pathlib import Path
 from phalanx import events
 from phalanx.diagnose import report
 from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_victim
-from phalanx.diagnose.repetition import Repetition, identity
 from phalanx.errors import ForeignData, LaunchError
-from phalanx.launch.company import new_company
+from phalanx.launch.company import Alone, new_company
 from phalanx.launch.console import Console
 from phalanx.launch.crew import Crew
-from phalanx.launch.devices import usable_cores
+from phalanx.launch.devices import describe_threads
 from phalanx.launch.elastic import RunOver
-from phalanx.launch.logs import Pump
+from phalanx.launch.helpers import HelperLost
+from phalanx.launch.losses import Losses
 from phalanx.launch.network import Route
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.pumps import Pumps
@@ -64,11 +63,11 @@ class Agent:
         self._signalled_at = 0.0
         self._pumps = Pumps(self._selector, self._signals.wake)
         self._environ = dict(environ)
-        self._repetition = Repetition()
         self._said_exec = False
         self._passed_on: set[str] = set()
         self._said_who: str | None = None
         self._exit_code: int | None = None
+        self._losses = Losses(nursery, self._voice.say)
         self._sentries = Sentries(spec, directory, self._record, self._voice, self._signals.wake)
         interface = route.interface if route is not None else None
         complain = self._voice.say_one
@@ -105,13 +104,7 @@ class Agent:
     def _announce(self) -> None:
         spec = self._spec
         if spec.nproc_per_node > 1:
-            threads = ""
-            if self._environ.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS"):
-                count = self._environ["OMP_NUM_THREADS"]
-                how = f"cores {usable_cores()}, divided by ranks"
-                if spec.cpus is not None:
-                    how += f", at most those of --numa-binding {spec.numa_binding}"
-                threads = f", OMP_NUM_THREADS={count} for each ({how})"
+            threads = describe_threads(self._environ, spec)
             self._voice.say([f"{spec.nproc_per_node} ranks{threads}; logs in {self._record.place}"], "announce")
         self._record.keep_order(spec)
 
@@ -120,8 +113,10 @@ class Agent:
     def _meet(self, attempt: int) -> int:
         """The other nodes. What the zygote says meanwhile is heard too: it may have failed to import something."""
         self._selector.register(self._nursery, selectors.EVENT_READ, self._nursery.next_event)
-        attempt = self._company.meet(attempt, self._idle_until)
-        self._selector.unregister(self._nursery)
+        try:
+            attempt = self._company.meet(attempt, self._idle_until)
+        finally:
+            self._selector.unregister(self._nursery)
         introduction = self._company.introduction()
         if introduction != self._said_who:
             self._said_who = introduction
@@ -133,6 +128,7 @@ class Agent:
         while not done():
             for key, _ in self._selector.select(_TICK):
                 key.data()
+            self._losses.check(at_once=bool(self._signals.pending))
             if self._signals.pending:
                 self._signalled = self._signals.pending.pop(0)
                 self._company.tell_stop(self._why_stop(), for_good=True)
@@ -144,31 +140,39 @@ class Agent:
         most = self._spec.max_restarts + 1
         attempt = 0
         while True:
-            attempt = self._meet(attempt)
-            endings = self._company.settle(self._run_attempt(attempt), self._idle_until)
+            self._losses.lines, endings = [], []
+            try:
+                attempt = self._meet(attempt)
+                endings = self._company.settle(self._run_attempt(attempt), self._idle_until)
+            except HelperLost as lost:  # before any rank was started
+                if not isinstance(self._company, Alone):
+                    raise
+                self._losses.lose(lost, self._sentries.last_words())
             if self._signalled is not None:
                 # What had failed before the signal came is told all the same.
                 verdict = find_cause(endings) if failed_before(self._signalled_at, endings) else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
-            if not any(ending.failed for ending in endings) and not self._company.lost and self._sentries.hang is None:
+            has_failed = any(ending.failed for ending in endings) or (self._losses.lines and not endings)
+            if not has_failed and not self._company.lost and self._sentries.hang is None:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._blame(endings)
-            last = attempt + 1 >= most or not self._company.can_go_on
-            cause = verdict.cause if verdict is not None else None
-            if not last and cause is not None and self._repetition.add(identity(cause), cause.time, endings):
-                last = True
-                self._voice.say([f"{self._repetition}; the {most - attempt - 1} attempts left are not made"])
-            if last:
+            last = attempt + 1 >= most or not self._company.can_go_on or self._losses.are_final
+            if last or self._losses.is_crash_loop(verdict, endings, most - attempt - 1):
                 return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt, reason)
             attempt += 1
             self._record.keep_restart(attempt, reason, verdict)
-            self._voice.say([f"{reason}; starting again, attempt {attempt + 1} of {most}"])
+            self._voice.say([f"{reason}; starting again, attempt {attempt + 1} of {most}", *self._losses.lines[1:]])
+            if self._losses.lines:
+                self._nursery.restart()
 
     def _blame(self, endings: list[events.Ending]) -> tuple[Verdict | None, str]:
-        """The rank that is the cause, or None when no rank is but a node or a hang; and either in a sentence."""
+        """The rank that is the cause, or None when no rank is but a helper, a node or a hang; either in a sentence."""
+        by_itself = any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings)
+        if self._losses.lines and not by_itself:
+            return None, self._losses.lines[0]
         if self._sentries.hang is not None:
             return None, self._sentries.hang["headline"]
-        if not any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings):
+        if not by_itself:
             reason = self._company.loss() or self._company.stop_reason or self._sentries.blame_standing(endings)
             if reason:
                 return None, reason
@@ -176,20 +180,29 @@ class Agent:
         return verdict, report.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
-        master = self._company.begin(attempt, self._idle_until)
-        if master is None:
+        if (master := self._company.begin(attempt, self._idle_until)) is None:
             return []
         self._watch = Watch(
             self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note, self._pass_on
         )
         self._sentries.begin(self._company.told_as(self._record.place), self._company.hearing)
-        self._crew.start(self._watch, self._company.places(), master, attempt)
-        self._loop_until(lambda: self._watch.all_exited)
+        try:
+            self._crew.start(self._watch, self._company.places(), master, attempt)
+            self._loop_until(lambda: self._watch.all_exited)
+            self._watch.finish()
+            self._losses.take_keeper()
+        except HelperLost as lost:
+            self._watch.detach()
+            self._losses.lose(lost, self._sentries.last_words())
+            self._watch.give_up()
+            self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
         self._sentries.close()
-        self._watch.finish()
-        # Nobody can write to the pipes any more, so each of them ends.
-        drained_by = time.monotonic() + _DRAIN_SECONDS
-        self._loop_until(lambda: not self._streams() or (self._signalled is not None and time.monotonic() > drained_by))
+        self._losses.name_left(self._watch.members.values())
+        # Nobody can write to the pipes any more, so each of them ends; unless somebody could not be found or ended.
+        limit, has_limit = time.monotonic() + _DRAIN_SECONDS, self._losses.may_hold_pipes
+        self._loop_until(
+            lambda: not self._watch.streams or ((has_limit or self._signalled is not None) and time.monotonic() > limit)
+        )
         endings = self._sentries.explain(self._watch.endings())
         self._record.keep_errors(endings)
         self._watch.close()
@@ -202,13 +215,14 @@ class Agent:
             self._watch.turn(_TICK)
             self._sentries.turn(self._watch)
             self._explain_exec()
+            self._losses.check(at_once=self._watch.stopping is not None)
             self._obey_signals()
             self._stop_if_needed()
-            self._pumps.turn(self._streams())
+            self._pumps.turn(self._watch.streams)
 
     def _stop_if_needed(self) -> None:
         """Ranks are stopped on all nodes or on none."""
-        has_to = self._company.stop_reason or self._company.lost or self._sentries.hang
+        has_to = self._company.stop_reason or self._company.lost or self._sentries.hang or self._losses.has_to_stop
         if self._watch.stopping is None and has_to:
             self._watch.stop(signal.SIGTERM)
         if self._sentries.standing is not None:
@@ -219,14 +233,12 @@ class Agent:
     def _why_stop(self) -> str:
         if self._sentries.hang is not None:
             return self._sentries.hang["headline"]
+        if self._losses.lines:
+            return f"{self._company.name}: {self._losses.lines[0]}"
         if self._signalled is not None:
             name = signal.Signals(self._signalled).name
             return f"{self._company.name} was stopped by {name}, and so are all others"
         return f"a rank of {self._company.name} failed"
-
-    def _streams(self) -> list[Pump]:
-        """The pipes that have not ended."""
-        return [pump for member in self._watch.members.values() for pump in member.pumps if not pump.ended]
 
     def _explain_exec(self) -> None:
         why = self._watch.why_exec
@@ -273,7 +285,7 @@ class Agent:
         reason: str | None = None,
     ) -> int:
         """``reason``: what to say when no rank is the cause."""
-        said = [] if reason is None else [reason]
+        said = [] if reason is None else [reason, *self._losses.lines[1:]]
         if verdict is not None:
             elsewhere = self._company.log_of(verdict.cause)
             if elsewhere is None and self._spec.node_name is not None:  # who reads it may sit before another machine
@@ -281,13 +293,9 @@ class Agent:
             said = self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere)
         self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of, self._sentries.hang)
         if said:
-            self._flush_console()
+            self._voice.let_ranks_finish(lambda: bool(self._signals.pending) or self._signalled is not None)
             self._voice.say(said, "cause" if verdict is None else "verdict")
         return exit_code
-
-    def _flush_console(self) -> None:
-        """Who has signalled does not want to wait for a reader."""
-        self._voice.let_ranks_finish(lambda: bool(self._signals.pending) or self._signalled is not None)
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already

@@ -5,6 +5,7 @@ A message is one JSON object; the descriptors that travel with it arrive as new 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -31,6 +32,12 @@ class Channel:
     def from_fd(fd: int) -> Channel:
         return Channel(socket.socket(fileno=fd))
 
+    def limit(self, seconds: float) -> None:
+        """From now on a send that waits longer raises BlockingIOError, and a receive returns None."""
+        interval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
@@ -46,7 +53,7 @@ class Channel:
         self._socket.sendall(text)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message, or None when the other side is gone, even in the middle of one."""
+        """The next message, or None when the other side is gone or silent, even in the middle of one."""
         header = b""
         fds: list[int] = []
         try:
@@ -60,7 +67,7 @@ class Channel:
                 header += part
             length, expected = _HEADER.unpack(header)
             text = self._receive_exactly(length)
-        except ConnectionResetError:
+        except (ConnectionResetError, BlockingIOError):
             return None
         if text is None:
             return None
@@ -75,6 +82,21 @@ class Channel:
                 return None
             parts += part
         return bytes(parts)
+
+    def end(self) -> None:
+        """The other side hears that nothing more comes, and may still say something."""
+        with contextlib.suppress(OSError):  # it is gone
+            self._socket.shutdown(socket.SHUT_WR)
+
+    @property
+    def has_ended(self) -> bool:
+        """The other side is gone."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         self._socket.close()

@@ -19,6 +19,7 @@ from phalanx.launch.nursery import Nursery
 from phalanx.launch.rendezvous import NodeCard
 from phalanx.launch.spec import LaunchSpec, Placement, placements
 
+_KEEPER_GONE = "the process that speaks with the other nodes has ended; all workers are ended."
 Loop = Callable[[Callable[[], bool]], None]
 """Runs the agent's event loop until something is true."""
 
@@ -32,8 +33,7 @@ def new_company(
     say: Callable[[str], None],
     show: Callable[[str], bool],
 ) -> Alone | Company:
-    """``route`` leads to the other nodes, if there are any; ``say`` says a line, ``show`` shows one for a
-    moment and returns whether anybody could see it."""
+    """``route``: to the other nodes, if any; ``show`` shows a line for a moment, and returns whether anybody saw it."""
     if route is None:
         return Alone(nursery, spec.nproc_per_node)
     fewest, most = spec.nnodes
@@ -81,7 +81,7 @@ class Alone:
 
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
         """Where the workers of this attempt meet."""
-        self._nursery.fresh_store(wait=attempt > 0)
+        self._nursery.fresh_store()
         assert self._nursery.address is not None
         return self._nursery.address
 
@@ -160,7 +160,7 @@ class Company:
             return attempt
         self._cards = None
         self.lost.clear()
-        self._channel.send({"op": "meet", "card": vars(dataclasses.replace(self._own, attempt=attempt)), **self._order})
+        self._send({"op": "meet", "card": vars(dataclasses.replace(self._own, attempt=attempt)), **self._order})
         loop(lambda: self._cards is not None or bool(self.lost))
         if self._cards is None:
             raise LaunchError("; ".join(self.lost.values()))
@@ -178,7 +178,7 @@ class Company:
         """None when a node was lost before all knew where."""
         self._master, self._settled, self._told, self.stop_reason = None, None, False, None
         self.hearing = self._new_court(attempt)
-        self._channel.send({"op": "attempt", "number": attempt})
+        self._send({"op": "attempt", "number": attempt})
         loop(lambda: self._master is not None or bool(self.lost))
         return self._master
 
@@ -190,12 +190,12 @@ class Company:
     def tell_stop(self, why: str, *, for_good: bool) -> None:
         if not self._told and not self._is_cut_off:
             self._told = True
-            self._channel.send({"op": "stop", "why": why, "for_good": for_good})
+            self._send({"op": "stop", "why": why, "for_good": for_good})
 
     def settle(self, endings: list[events.Ending], loop: Loop) -> list[events.Ending]:
         if self._is_cut_off:
             return endings
-        self._channel.send({"op": "endings", "endings": [dataclasses.asdict(ending) for ending in endings]})
+        self._send({"op": "endings", "endings": [dataclasses.asdict(ending) for ending in endings]})
         loop(lambda: self._settled is not None or self._is_cut_off)
         return self._settled if self._settled is not None else endings
 
@@ -234,17 +234,23 @@ class Company:
     def _new_court(self, attempt: int) -> Hearing:
         def write(entry: str, *arguments: object) -> None:
             if not self._is_cut_off:
-                self._channel.send({"op": "docket", "attempt": attempt, "entry": entry, "arguments": arguments})
+                self._send({"op": "docket", "attempt": attempt, "entry": entry, "arguments": arguments})
 
         self._attempt = attempt
         return Court(self._own.node, self._server, range(len(self._cards or ())), self.lost, write)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._channel.send(message)
+        except OSError:
+            raise LaunchError(_KEEPER_GONE) from None
 
     # ---- what the keeper says
 
     def _hear(self) -> None:
         received = self._channel.receive()
         if received is None:
-            raise LaunchError("the process that speaks with the other nodes has ended; all workers are ended.")
+            raise LaunchError(_KEEPER_GONE)
         message, _ = received
         getattr(self, f"_on_{message['event']}")(message)
 

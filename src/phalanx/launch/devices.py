@@ -5,12 +5,13 @@ Importing torch to count cards would cost the launcher a second and could initia
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx import systems
 from phalanx.errors import UsageError
-from phalanx.launch.spec import check_processes
+from phalanx.launch.spec import LaunchSpec, check_processes
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
@@ -51,6 +52,17 @@ def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple
 def gpu_numbers(dev: Path) -> list[int]:
     """The numbers of the NVIDIA devices below ``dev``, as the driver gives them."""
     return sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
+
+
+def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
+    """What the launcher has chosen for the ranks; empty when that was not its choice."""
+    count = environ.get("OMP_NUM_THREADS")
+    if count == os.environ.get("OMP_NUM_THREADS"):
+        return ""
+    how = f"cores {usable_cores()}, divided by ranks"
+    if spec.cpus is not None:
+        how += f", at most those of --numa-binding {spec.numa_binding}"
+    return f", OMP_NUM_THREADS={count} for each ({how})"
 
 
 def choose_cards(

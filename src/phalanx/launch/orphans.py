@@ -81,6 +81,12 @@ def families(roots: Collection[int]) -> dict[int, tuple[int, ...]]:
     return {root: tuple(pid for pid in below[1:] if processes[pid][1]) for root, below in found.items()}
 
 
+def living(pids: Collection[int]) -> set[int]:
+    """Those of them that have not ended."""
+    found = _processes() if pids else {}
+    return {pid for pid in pids if found.get(pid, (0, False))[1]}
+
+
 def bearers(token: str) -> set[int]:
     """Every living process that was started with this run's token, but not this one."""
     mark = f"PHALANX_RUN_TOKEN={token}".encode()
@@ -92,11 +98,14 @@ def bearers(token: str) -> set[int]:
     return found - {os.getpid()}
 
 
-def end_all(find: Callable[[], Collection[int]]) -> None:
-    """Kills what ``find`` finds until it finds nothing. Tidying helpers get a moment to finish."""
+def end_all(find: Callable[[], Collection[int]], longest: float = _LONGEST_SECONDS) -> set[int]:
+    """Kills what ``find`` finds until it finds nothing; returns what is left after ``longest`` seconds.
+
+    Tidying helpers get a moment to finish.
+    """
     ended: set[int] = set()
     patience = time.monotonic() + _TIDY_SECONDS
-    give_up = time.monotonic() + _LONGEST_SECONDS  # a process inside a dead file system cannot be killed
+    give_up = time.monotonic() + longest  # a process inside a dead file system cannot be killed
     while True:
         living = set(find())
         tidying = {pid for pid in living if _tidies_up(pid)}
@@ -111,6 +120,7 @@ def end_all(find: Callable[[], Collection[int]]) -> None:
         # No event tells of the death of somebody else's child; a killed process is gone within a few milliseconds.
         time.sleep(0.002)
     remove_segments(ended)
+    return living
 
 
 def _tidies_up(pid: int) -> bool:
@@ -119,6 +129,14 @@ def _tidies_up(pid: int) -> bool:
     except OSError:
         return False
     return any(name in command for name in _TIDY_COMMANDS)
+
+
+def state(pid: int) -> str:
+    """The kernel's letter for it; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
 
 
 def is_gone(pid: int, seconds: float) -> bool:

@@ -105,7 +105,7 @@ class SpawnContext:
         self._watch = Watch(self._nursery, self._selector, _GRACE)
         self._open = True
         try:
-            self._nursery.fresh_store(wait=not self._own_nursery)
+            self._nursery.fresh_store()
             for place in placements([nprocs]):
                 self._start(spec, place, parcel, fds)
             while not all(member.pid or member.exited for member in self._watch.members.values()):

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 
 from phalanx import events, notices
 from phalanx.diagnose.findings import is_consequence
+from phalanx.launch.helpers import HelperLost
+from phalanx.launch.logs import Pump
 from phalanx.launch.member import Member
 from phalanx.launch.nursery import Event, Exited, Nursery
 from phalanx.launch.spec import WorkerSpec
@@ -26,6 +28,8 @@ _MOST_UNDER_WAY = 16
 _TO_FAIL_ALIKE = 0.25
 """Seconds that the others get when native code has ended one: often all end so at once, and none is a victim."""
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_LEAST_TO_DIE, _MOST_TO_DIE = 3.0, 20.0
+"""Seconds that ranks get to end after SIGKILL: twice the shutdown timeout, within these bounds."""
 _TO_SAY_WHERE = 0.5
 """Seconds that the others get to say where they were, when one has noticed that they have called different things."""
 
@@ -56,9 +60,12 @@ class Watch:
         self._last_signal: int | None = None
         self._timeout = shutdown_timeout
         self._note, self._say = note, say
+        self._killed_at: float | None = None
+        """When all ranks were sent SIGKILL."""
         self._suspicion: float | None = None
         """Until when to wait for the cause, after a rank that merely lost its connection."""
         selector.register(nursery, selectors.EVENT_READ, self._hear_nursery)
+        self._is_listening = True
 
     def start(self, member: Member, worker: WorkerSpec, fds: Sequence[int], extra: Sequence[int] = ()) -> None:
         """``fds``: its three standard streams; ``extra``: what a function refers to. Both stay the caller's."""
@@ -94,6 +101,11 @@ class Watch:
     def any_started(self) -> bool:
         return any(member.pid is not None for member in self.members.values())
 
+    @property
+    def streams(self) -> list[Pump]:
+        """The pipes of all ranks that have not ended."""
+        return [pump for member in self.members.values() for pump in member.pumps if not pump.ended]
+
     def turn(self, longest_wait: float | None) -> None:
         """One turn of the loop: waits for something to happen and does what is due."""
         for key, _ in self._selector.select(self._patience(longest_wait)):
@@ -104,12 +116,27 @@ class Watch:
             self.stop(signal.SIGTERM)
         if self.stopping is not None:
             self._send_due(now)
+        overdue = self._overdue_at
+        if overdue is not None and now >= overdue:
+            raise HelperLost(
+                f"the process that starts the workers (pid {self._nursery.pid}) has not ended them "
+                f"{overdue - (self._killed_at or 0):g} s after it was told to send SIGKILL"
+            )
+
+    @property
+    def _overdue_at(self) -> float | None:
+        """When all ranks should have ended, once they were sent SIGKILL."""
+        if self._killed_at is None or self.all_exited:
+            return None
+        return self._killed_at + min(max(2 * self._timeout, _LEAST_TO_DIE), _MOST_TO_DIE)
 
     def _patience(self, longest_wait: float | None) -> float | None:
         now = time.monotonic()
         deadlines = [now + longest_wait] if longest_wait is not None else []
         if self.stopping is not None and self.stopping.next_step is not None:
             deadlines.append(self.stopping.next_step)
+        if self._overdue_at is not None:
+            deadlines.append(self._overdue_at)
         if self._suspicion is not None and self.stopping is None:
             deadlines.append(self._suspicion)
         return max(0.0, min(deadlines) - now) if deadlines else None
@@ -129,17 +156,37 @@ class Watch:
 
     def finish(self) -> None:
         """After the last exit: ends whatever the workers started and left behind, then listens no more."""
-        self._selector.unregister(self._nursery)
-        for event in self._nursery.sweep():
+        self.detach()
+        for event in self._nursery.sweep() if self._nursery.ready else ():
             self._handle(event)
 
+    def detach(self) -> None:
+        """Listens to the nursery no more."""
+        if self._is_listening:
+            self._is_listening = False
+            self._selector.unregister(self._nursery)
+
+    def give_up(self) -> None:
+        """The zygote is gone, and its ranks with it: nobody will report how they have ended."""
+        self.detach()
+        self._call_off_starts()
+        for member in self.members.values():
+            if not member.exited:
+                member.asked_at = member.asked_at or time.time()
+                self._has_exited(member, Exited(member.rank, member.pid or 0, None, signal.SIGKILL))
+
     def abandon(self) -> None:
-        """Ends the attempt without waiting for anybody; the nursery stays usable for the next."""
-        if not self.all_exited:
-            self.stop(signal.SIGKILL, at_once=True)
-            while not self.all_exited:
-                self.turn(None)
-        self.finish()
+        """Ends the attempt without waiting for anybody; the nursery stays usable for the next, unless it is lost."""
+        try:
+            if not self.all_exited:
+                self.stop(signal.SIGKILL, at_once=True)
+                while not self.all_exited:
+                    self.turn(None)
+            self.finish()
+        except HelperLost:
+            self.detach()
+            self._nursery.close()
+            self.give_up()
 
     def endings(self) -> list[events.Ending]:
         return [member.ending() for member in self.members.values()]
@@ -206,6 +253,8 @@ class Watch:
         assert self.stopping is not None
         for number in self.stopping.due(now):
             self._last_signal = number
+            if number == signal.SIGKILL:
+                self._killed_at = now
             for member in self.members.values():
                 self._tell(member, number)
 

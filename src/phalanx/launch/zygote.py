@@ -123,6 +123,8 @@ class _Zygote:
         to_agent, *listeners = fds
         self.keeper_pid = os.fork()
         if self.keeper_pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self.channel.close()
             import socket
 
@@ -131,6 +133,7 @@ class _Zygote:
             os._exit(0)
         for fd in fds:
             os.close(fd)
+        self.channel.send({"event": "keeper started", "pid": self.keeper_pid})
 
     def _obey(self, wake_fds: list[int]) -> worker.Birth | None:
         received = self.channel.receive()
@@ -143,8 +146,9 @@ class _Zygote:
         if message["op"] == "signal":
             self._signal(message["pid"], message["signal"])
         elif message["op"] == "sweep":
-            self._sweep()
-            self.channel.send({"event": "swept"})
+            self.channel.send({"event": "swept", "left": sorted(self._sweep())})
+        elif message["op"] == "keeper":
+            self._start_keeper(fds)
         else:
             raise AssertionError(f"the agent sent {message['op']!r}")
         return None
@@ -195,15 +199,15 @@ class _Zygote:
         for pid, (status, memory) in orphans.reap_children().items():
             if pid == self.keeper_pid:
                 self.keeper_pid = 0
-                self.channel.send({"event": "keeper ended", "status": status})
+                self.channel.send({"event": "keeper ended", "pid": pid, "status": status})
             elif pid in self.workers:
                 orphans.remove_segments([pid])
                 rank = self.workers.pop(pid).rank
                 self.channel.send({"event": "exited", "rank": rank, "pid": pid, "status": status, "memory": memory})
 
-    def _sweep(self) -> None:
+    def _sweep(self) -> set[int]:
         self._report_exits()
-        orphans.end_all(lambda: orphans.descendants(os.getpid()) - {self.keeper_pid})
+        return orphans.end_all(lambda: orphans.descendants(os.getpid()) - {self.keeper_pid})
 
     def end_everything(self) -> None:
         """The keeper last: should we be killed in the middle of this, it does the rest."""
