@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -53,6 +54,9 @@ class ShmGroup(dist.ProcessGroup):
         seconds = timeout.total_seconds()
         # torch may give two groups without a common rank the same name, and so the same store.
         store = dist.PrefixStore(",".join(map(str, ranks)), store)
+        # The same holds for a group that is made again after it was destroyed, when the launcher has the store.
+        turn = store.add(f"made by rank {rank}, host {socket.gethostname()}, pid {os.getpid()}", 1)
+        store = dist.PrefixStore(str(turn), store)
         self._names = Names(name, ranks, seconds)
         self._book = Logbook("0" if name == "world" else name, ranks)
         messages = Messages(rank, self._names, self._book)
