@@ -106,6 +106,9 @@ def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: 
         raise UsageError(
             f"init_method {init_method!r} has no port or no host; it should look like tcp://10.0.0.1:29500."
         )
+    own = stores.of_run(os.environ, url.port)
+    if own is not None:
+        return stores.connect(*own, timeout, _tell), False
     if rank == 0 and not up:
         return _serve(url.hostname, port, timeout), True
     return stores.connect(url.hostname, port, timeout, _tell), False

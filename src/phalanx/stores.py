@@ -1,12 +1,14 @@
-"""torch's TCPStore: hosting it on a socket that is already open, and reaching one."""
+"""torch's TCPStore: hosting it on a socket that is already open, reaching one, and which one a script means."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -99,3 +101,72 @@ def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], 
                 "Is rank 0 started, with the same address and port?"
             )
         time.sleep(0.05)  # a port that is not open yet gives no event to wait for
+
+
+def why_unreachable(address: str, timeout: float) -> str:
+    """Why nobody can connect to ``host:port``; empty when one can."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except ConnectionRefusedError:
+        return f"nobody listens on {address}"
+    except (TimeoutError, ValueError):
+        return f"{address} does not answer"
+    except socket.gaierror:
+        return f"the name {host} cannot be resolved"
+    except OSError as error:
+        return f"{address} cannot be reached ({error.strerror})"
+    return ""
+
+
+def of_run(environ: Mapping[str, str], port: int) -> tuple[str, int] | None:
+    """The address of the launcher's own store if ``port`` is its port, by whatever name the script calls its host."""
+    host, _, own = environ.get("PHALANX_STORE", "").rpartition(":")
+    return (host, port) if host and own == str(port) else None
+
+
+_elsewhere = threading.local()
+"""``is_set`` while a store is made that is not the launcher's."""
+
+
+def install() -> None:
+    """An address that the script itself has chosen (tcp://host:port, MASTER_PORT) becomes part of the launcher's store.
+
+    TORCHELASTIC_USE_AGENT_STORE makes torch believe that the launcher serves any port whatsoever, and every rank would
+    wait for somebody to listen there. A world of other ranks than those of the run, of which the launcher may not know
+    all, is served by its rank 0, as without a launcher.
+    """
+    # Not by `from torch.distributed import`: that is a function of the same name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    plain, by_launcher = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store
+
+    @functools.wraps(plain)
+    def create_c10d_store(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
+        host, _, own = os.environ.get("PHALANX_STORE", "").rpartition(":")
+        if not host or not by_launcher():
+            return plain(hostname, port, rank, world_size, *args, **kwargs)
+        if of_run(os.environ, port) is not None:
+            return plain(host, port, rank, world_size, *args, **kwargs)
+        if str(world_size) == os.environ.get("WORLD_SIZE"):
+            return _part(plain(host, int(own), rank, world_size, *args, **kwargs), port, rank)
+        _elsewhere.is_set = True
+        try:
+            return plain(hostname, port, rank, world_size, *args, **kwargs)
+        finally:
+            _elsewhere.is_set = False
+
+    @functools.wraps(by_launcher)
+    def torchelastic_use_agent_store() -> bool:
+        return by_launcher() and not getattr(_elsewhere, "is_set", False)
+
+    rendezvous._create_c10d_store = create_c10d_store
+    rendezvous._torchelastic_use_agent_store = torchelastic_use_agent_store
+
+
+def _part(store: Any, port: int, rank: int) -> Any:
+    """Empty for every world that is made there, as a store that was served anew would be."""
+    from torch.distributed import PrefixStore
+
+    own = PrefixStore(f"tcp/{port}", store)
+    turn = own.add(f"joined by rank {rank}, host {socket.gethostname()}, pid {os.getpid()}", 1)
+    return PrefixStore(str(turn), own)

@@ -52,6 +52,8 @@ class Hang:
     hosts: tuple[str, ...] = ()
     differ: tuple[Waiting, ...] = ()
     """For desync and shapes: one side and another, from where they part."""
+    unreachable: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Stores that cannot be reached: why, and the ranks that are connecting to them."""
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -98,7 +100,13 @@ def find_hang(records: Sequence[RankRecord]) -> Hang:
         elsewhere=tuple(_elsewhere(absent, waiters)),
         hosts=tuple(sorted({record.host for record in records})),
         differ=differ,
+        unreachable=tuple(_unreachable(records)),
     )
+
+
+def _unreachable(records: Sequence[RankRecord]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for reason in sorted({record.unreachable for record in records} - {""}):
+        yield reason, tuple(record.rank for record in records if record.unreachable == reason)
 
 
 # ---- who waits for whom

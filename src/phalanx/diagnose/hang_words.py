@@ -89,6 +89,9 @@ _TITLES = {
 
 
 def _remark(hang: Hang) -> list[str]:
+    if hang.unreachable:
+        reason, ranks = hang.unreachable[0]
+        return [f"  {reason}, where {those(ranks)} {'connects' if len(ranks) == 1 else 'connect'} to"]
     if hang.kind == "together" and len(hang.hosts) > 1:
         return [f"  nobody is missing and nothing moves: is the network between {', '.join(hang.hosts[:8])} cut?"]
     if hang.kind == "together":

@@ -96,6 +96,8 @@ class RankRecord:
     """The text of the lines that asked for its last collectives, by ``file:line``."""
     thread_death: ThreadDeath | None = None
     """The last one."""
+    unreachable: str = ""
+    """Why the store that it is connecting to cannot be reached from its node."""
 
     @property
     def waits_in(self) -> Collective | None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx import status
+from phalanx import status, stores
 from phalanx.diagnose.rank_record import UNNAMED, RankRecord
 from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.stacks import source_of
@@ -102,7 +102,9 @@ class Inquiry:
         places = {one.place: _shortened(one.place) for one in page.collectives if one.place is not None}
         sources = {f"{shown.file}:{shown.line}": source_of(real.file, real.line) for real, shown in places.items()}
         collectives = (replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
-        return replace(record, status=replace(page, collectives=tuple(collectives)), sources=sources)
+        unreachable = stores.why_unreachable(page.connecting, _ANSWER) if page.connecting else ""
+        known = replace(page, collectives=tuple(collectives))
+        return replace(record, status=known, sources=sources, unreachable=unreachable)
 
 
 def _shortened(place: status.Place) -> status.Place:

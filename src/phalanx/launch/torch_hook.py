@@ -1,4 +1,5 @@
-"""What `phalanx run` adds to torch in a worker: the backend shm and its choice instead of gloo, and the recorder.
+"""What `phalanx run` adds to torch in a worker: the backend shm and its choice instead of gloo, the recorder,
+and addresses of the script's own for its process group.
 
 The zygote does it once for all. An interpreter of its own does it when the script imports torch, and never if it
 does not.
@@ -18,6 +19,7 @@ from types import ModuleType
 def install() -> None:
     """torch is imported."""
     importlib.import_module("phalanx.backends").install()
+    importlib.import_module("phalanx.stores").install()
     importlib.import_module("phalanx.recorder").install()
 
 

@@ -1,13 +1,13 @@
 """RECORD: what each rank is doing, written into its status page without a change of the script.
 
 `phases` follows the loop by torch's own hooks; `flight` reads torch's flight recorder, which sees what gloo and nccl
-do, and `messages` what it does not see; `waits` tells waiting from own work. `ddp_teardown` prevents a deadlock. The
-collectives of shm are noted by shm itself.
+do, and `messages` what it does not see; `stores` notes where a rank connects to; `waits` tells waiting from own work.
+`ddp_teardown` prevents a deadlock. The collectives of shm are noted by shm itself.
 """
 
 from __future__ import annotations
 
-from phalanx.recorder import ddp_teardown, flight, messages, phases, waits
+from phalanx.recorder import ddp_teardown, flight, messages, phases, stores, waits
 
 __all__ = ["install"]
 
@@ -17,5 +17,6 @@ def install() -> None:
     phases.install()
     flight.install()
     messages.install()
+    stores.install()
     waits.install()
     ddp_teardown.install()

@@ -9,6 +9,7 @@ record where both are equal and that is still the same when it looks again.
 | 0    | who: magic, version, pid, rank, world size, start, the same in the kernel's ticks |
 | 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
 | 17   | the step of the last checkpoint that px.Checkpointer has saved or loaded           |
+| 18   | the store that it is connecting to, as host:port; empty otherwise                  |
 | 24   | seconds in each phase so far, and in collectives that we record ourselves         |
 | 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
 | 44   | asked, answered: the same for the stacks of all threads                           |
@@ -36,6 +37,7 @@ WHO = 0
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
 """A number, the phase, how often it has been written, epoch, step, samples, optimizer steps, since when, the number."""
 CHECKPOINT_STEP = 17
+CONNECTING, CONNECTING_BYTES = 18, 48
 SECONDS = 24
 ASKED, ANSWERED = 40, 41
 STACKS_ASKED, STACKS_ANSWERED = 44, 45
@@ -66,10 +68,11 @@ WAITED = SECONDS + len(PHASES)
 OPERATIONS = (
     *("collective", "all_reduce", "broadcast", "reduce", "barrier", "monitored_barrier", "all_gather", "gather"),
     *("scatter", "reduce_scatter", "all_to_all", "send", "recv", "init_process_group", "rank_zero_first"),
+    "TCPStore",
 )
 """The first is any that has no name here."""
 COLLECTIVE, ALL_REDUCE, BROADCAST, REDUCE, BARRIER, MONITORED_BARRIER, ALL_GATHER, GATHER = range(8)
-SCATTER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, INIT_PROCESS_GROUP, RANK_ZERO_FIRST = range(8, len(OPERATIONS))
+SCATTER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, INIT_PROCESS_GROUP, RANK_ZERO_FIRST, STORE = range(8, len(OPERATIONS))
 DTYPES = (
     *("", "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
     *("complex64", "complex128", "other"),

@@ -116,9 +116,19 @@ class StatusPage:
         """The state of this step is in a whole checkpoint, just saved or loaded."""
         self._words[layout.CHECKPOINT_STEP] = step
 
+    def connecting(self, address: str) -> None:
+        """To a store; the empty address says that this is over."""
+        at = layout.CONNECTING * WORD
+        data = address.encode()[: layout.CONNECTING_BYTES]
+        self.memory[at : at + layout.CONNECTING_BYTES] = data.ljust(layout.CONNECTING_BYTES, b"\0")
+
     def tick(self) -> None:
         """It gets on."""
         self._write_loop()
+
+    @property
+    def is_joining(self) -> bool:
+        return self._phase == layout.JOINING
 
     @property
     def is_in_backward(self) -> bool:

@@ -106,6 +106,8 @@ class Status:
     """When its process began, by the kernel's own count: no change of the clock changes that. 0: not known."""
     checkpoint: int = 0
     """The step of the last checkpoint that px.Checkpointer has saved or loaded."""
+    connecting: str = ""
+    """The store that it is connecting to, as host:port."""
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -240,6 +242,7 @@ def _parsed(page: _Page, again: _Page) -> Status:
         *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
         ticks=page.words[6],
         checkpoint=page.words[layout.CHECKPOINT_STEP],
+        connecting=_text(page.data[layout.CONNECTING * layout.WORD :][: layout.CONNECTING_BYTES]),
     )
 
 

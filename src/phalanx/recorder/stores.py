@@ -1,0 +1,38 @@
+"""Which store a rank is connecting to, noted in its status page: nobody may listen there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from phalanx import status
+from phalanx.recorder import flight
+from phalanx.status import layout
+
+
+def install() -> None:
+    plain: Any = TCPStore.__init__
+
+    @functools.wraps(plain)
+    def __init__(self: TCPStore, *args: Any, **kwargs: Any) -> None:
+        page = status.own()
+        if page is None:
+            plain(self, *args, **kwargs)
+            return
+        # Its thread can tell where this one stands. Asked by a signal, torch would print the C++ stack of the call.
+        if flight.is_there():
+            flight.begin()
+        names = dict(zip(("host_name", "port"), args, strict=False)) | kwargs
+        page.connecting(f"{names.get('host_name')}:{names.get('port')}")
+        # Within init_process_group that is what the rank waits in.
+        told = contextlib.nullcontext() if page.is_joining else status.waiting(layout.STORE)
+        try:
+            with told:
+                plain(self, *args, **kwargs)
+        finally:
+            page.connecting("")
+
+    TCPStore.__init__ = __init__
