@@ -103,7 +103,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "| what was run | version | result | seconds |",
         "| --- | --- | --- | --- |",
     ]
-    for row in _rows.values():
+    for _, row in sorted(_rows.items()):
         result = ": ".join(filter(None, (row["outcome"], row.get("result"))))
         lines.append(f"| {row['what']} | {row.get('version', '')} | {result} | {row['seconds']:.0f} |")
     _PAGE.write_text("\n".join(lines) + "\n")
