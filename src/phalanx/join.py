@@ -106,7 +106,7 @@ def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: 
         raise UsageError(
             f"init_method {init_method!r} has no port or no host; it should look like tcp://10.0.0.1:29500."
         )
-    own = stores.of_run(os.environ, url.port)
+    own = stores.of_run(os.environ, port)
     if own is not None:
         return stores.connect(*own, timeout, _tell), False
     if rank == 0 and not up:

@@ -144,9 +144,8 @@ def test_data_parallel_beside_ddp_is_measured_in_processes_of_its_own() -> None:
     jobs = list(ddp_step.plan(ddp_step.parse(["--ranks", "2", "--repeats", "1", "--wrappers"])))
     ways = ["shm, DDP", "shm, data_parallel", "gloo, DDP", "gloo, data_parallel"]
     assert [job.order.get("only") for job in jobs] == [None, *ways]
-    found = row(
-        0, alone=100, buckets=110, shm=120, gloo=200, all_reduce=10, **dict(zip(ways, (140, 70, 9, 8), strict=True))
-    )
+    times: dict[str, float] = {"alone": 100, "buckets": 110, "shm": 120, "gloo": 200, "all_reduce": 10}
+    found = row(0, 2, "step", **times, **dict(zip(ways, (140.0, 70.0, 9.0, 8.0), strict=True)))
     text = ddp_step_table.tables([found])
     assert re.search(r"\| shm .*\| 0\.50 \(0\.50–0\.50\)", text)
     assert "data_parallel beside" not in ddp_step_table.tables(
