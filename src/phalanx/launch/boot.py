@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -40,4 +39,6 @@ def command(call: str, *, ahead: bool = False) -> list[str]:
 
 def _flags() -> list[str]:
     """-O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children."""
+    import subprocess  # not needed by every command that opens its streams
+
     return subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
