@@ -62,6 +62,7 @@ def pretend(system):
 WORLD_OF_ONE = """
 import torch, torch.distributed as dist, torch.distributed.checkpoint, torch.nn.parallel, torch.utils.data
 import cloudpickle, fsspec, numpy, psutil, rich.console, tempfile, uuid
+torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports what torch imports late, as Linux has it
 pretend("win32")
 del dist.HashStore
 
