@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.diagnose import cgroups
 
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # Windows has no /proc to count them in
+_TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 

@@ -13,7 +13,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx import ports, systems
 from phalanx.arguments import shown, whole_number
@@ -22,8 +22,6 @@ from phalanx.errors import UsageError
 from phalanx.events import Ending
 from phalanx.launch import boot
 from phalanx.launch.channel import anonymous_file
-from phalanx.launch.member import Member
-from phalanx.launch.nursery import Nursery
 from phalanx.launch.spec import (
     LaunchSpec,
     Placement,
@@ -33,7 +31,9 @@ from phalanx.launch.spec import (
     placements,
     worker_environment,
 )
-from phalanx.launch.watch import Watch
+
+if TYPE_CHECKING:
+    from phalanx.launch.nursery import Nursery
 
 _GRACE = 10.0
 # mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard, and one that
@@ -93,7 +93,9 @@ class SpawnContext:
         nursery: Nursery | None = None,
     ) -> None:
         """``nursery``: one that is there already and stays; by default a new one, for this call alone."""
-        from phalanx.launch import function as functions  # it cannot be imported on Windows
+        # These cannot be imported on Windows.
+        from phalanx.launch import function as functions
+        from phalanx.launch.watch import Watch
 
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
         spec = LaunchSpec(program, nproc_per_node=nprocs)
@@ -118,6 +120,8 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
+        from phalanx.launch.member import Member
+
         assert self._nursery.address is not None
         environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
         for name in _NOT_BY_SPAWN:
@@ -185,6 +189,8 @@ class SpawnContext:
 
 
 def _new_nursery() -> Nursery:
+    from phalanx.launch.nursery import Nursery
+
     with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
         return Nursery(os.environ, listener=listener)
 
