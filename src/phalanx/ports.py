@@ -68,4 +68,6 @@ def _describe(pid: int | None) -> str:
         command = " ".join(process.cmdline()) or process.name()
     except psutil.Error:
         return f"pid {pid}"
+    # Its owner has chosen these words: a line break or an escape sequence is not printed as one.
+    command = "".join(character if character.isprintable() else "?" for character in command)
     return f"pid {pid} ({command if len(command) <= 80 else command[:79] + '…'})"

@@ -196,7 +196,8 @@ def test_a_wrong_value_is_named(argv: list[str], names: list[str]) -> None:
 
 
 def test_variables_that_give_a_wrong_default() -> None:
-    for name, value in (("STANDALONE", "maybe"), ("ON_STALL", "panic"), ("NUMA_BINDING", "core"), ("BACKEND", "x")):
+    wrong = (("STANDALONE", "maybe"), ("ON_STALL", "panic"), ("NUMA_BINDING", "core"), ("BACKEND", "x"))
+    for name, value in (*wrong, ("MAX_RESTARTS", "x"), ("STALL_AFTER", "soon")):
         with pytest.raises(UsageError, match=f"PET_{name}='{value}' is .*; set it to"):
             parse("x.py", **{f"PET_{name}": value})
     empty = {f"PET_{name}": "" for name in ("STANDALONE", "ON_STALL", "NPROC_PER_NODE", "HOSTS", "LOG_DIR")}

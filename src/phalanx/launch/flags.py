@@ -181,6 +181,10 @@ def _from_environment(flag: Flag, environ: Mapping[str, str]) -> str | bool | No
         return text == "1"
     if flag.choices is not None and text not in flag.choices:
         raise UsageError(f"{flag.variable}={text!r} is unknown; set it to one of {', '.join(flag.choices)}.")
+    try:
+        flag.type(text)
+    except ValueError:  # argparse would name the flag, which nobody has typed
+        raise UsageError(f"{flag.variable}={text!r} is no number; set it to one, as for {flag.name}.") from None
     return text
 
 
