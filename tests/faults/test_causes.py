@@ -151,7 +151,7 @@ def test_memory_has_run_out_and_the_zygote_is_gone(little_memory: tuple[str, ...
     job = Job(tmp_path / "job", UNLUCKY, *WITHOUT_TORCH, within=little_memory)
     outcome = job.end()
     assert outcome.code == 1
-    assert "was killed by SIGKILL; all workers are ended." in outcome.complaint[0]
+    assert "was killed by SIGKILL; all workers are ended" in outcome.complaint[0]
     killed = f"  the kernel has killed 1 process of this run for memory: the limit is {LIMIT_MIB} MiB"
     assert outcome.complaint[1] == killed
     assert outcome.complaint[2].startswith("  the limit is that of the control group /")
@@ -270,7 +270,7 @@ def test_the_stack_that_torchs_store_prints_is_in_the_log_only(phalanx: Runner, 
         """
     )
     outcome = phalanx("run", "--nproc-per-node", "3", name, str(free_port()))
-    assert "DistNetworkError: Failed to recv" in outcome.complaint[0], outcome.err
+    assert "torch.distributed.DistNetworkError: " in outcome.complaint[0], outcome.err  # "reset", or "failed to recv"
     assert "frame #" in (latest / "rank-1.log").read_text()
     assert [line for line in outcome.told if "TCPStore.cpp" in line]
     assert not [

@@ -31,6 +31,8 @@ FAILS_ON_PURPOSE = {
 # `make test` is what runs this; `make demo` is taken apart below; the others are parts of these, or have a short form
 # among the tests (tests/native, tests/suite, tests/contact).
 MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench", "make stress", "make suite", "make contact"}
+OTHER_VERSIONS = ("make test-torch ", "make test-python ")
+"""They load gigabytes; tests/ranks/test_versions.py holds what they run."""
 
 
 # Commands that differ from one that is run in a flag only, by that one; what the flag does, other tests see.
@@ -51,7 +53,7 @@ def shown() -> list[str]:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
             for line in block.splitlines():
                 command = line.partition("#")[0].strip()
-                if command and command not in MADE_ELSEWHERE:
+                if command and command not in MADE_ELSEWHERE and not command.startswith(OTHER_VERSIONS):
                     commands[command] = None
     return list(commands)
 
