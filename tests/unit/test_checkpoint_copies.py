@@ -77,11 +77,11 @@ def later(held: Held, work: Callable[[], object]) -> float:
     """Lets the copy go 0.2 s after ``work`` has begun; how long that took."""
     assert held.began.wait(20)
     timer = threading.Timer(0.2, held.let_go.set)
-    timer.start()
     started = time.monotonic()
     work()
     took = time.monotonic() - started
     timer.join()
+    timer.start()
     return took
 
 
