@@ -7,6 +7,7 @@ parameters and the optimizer's state, so they need not wait.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from typing import Any
 
@@ -80,3 +81,15 @@ def _unguard_loading() -> None:
             return  # or somebody has wrapped ours; it lets everything pass from now on
         nn.Module.load_state_dict = _guarded[0]
         _guarded.clear()
+
+
+def _forget() -> None:
+    """In a process that was forked: the threads that copy are not in it."""
+    global _lock
+    _pending.clear()
+    _lock = threading.Lock()
+    _unguard_loading()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has none
+    os.register_at_fork(after_in_child=_forget)
