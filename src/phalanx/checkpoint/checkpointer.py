@@ -200,15 +200,15 @@ class Checkpointer:
             self.wait()
         finally:
             self._release()
+        if self._background is not None:  # first: while it writes, nobody else may
+            self._background.close()
+            self._background = None
 
     def _release(self) -> None:
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
         self._token = None
-        if self._background is not None:
-            self._background.close()
-            self._background = None
 
     def __enter__(self) -> Checkpointer:
         return self
