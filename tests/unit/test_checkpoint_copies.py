@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import phalanx as px
+from phalanx.checkpoint import gate
+from phalanx.checkpoint.saving import Saving
 from phalanx.checkpoint.shares import Copies
 from phalanx.errors import CheckpointError
 
@@ -78,10 +81,10 @@ def later(held: Held, work: Callable[[], object]) -> float:
     assert held.began.wait(20)
     timer = threading.Timer(0.2, held.let_go.set)
     started = time.monotonic()
+    timer.start()
     work()
     took = time.monotonic() - started
     timer.join()
-    timer.start()
     return took
 
 
@@ -196,3 +199,69 @@ def test_changes_past_every_optimizer_are_noticed_once_and_then_harmless(
             assert state is not None
             assert state.step == step
             assert all((parameter == step).all() for parameter in fresh.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_changes_its_weights_is_no_error(tmp_path: Path, held: Held, kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(4, 3, max_norm=1.0), nn.Linear(3, 1))
+    with torch.no_grad():
+        model.get_parameter("0.weight").fill_(5.0)
+    with px.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=torch.optim.SGD(model.parameters()))
+        assert held.began.wait(20)
+        model(torch.tensor([[0, 1]]))
+        assert (model.get_parameter("0.weight")[0] < 1).all()
+        held.let_go.set()
+    px.Checkpointer(tmp_path).load_latest(model=model)
+    assert (model.get_parameter("0.weight") == 5).all()
+
+
+def test_a_process_forked_during_a_save_does_not_wait_for_it(tmp_path: Path, held: Held) -> None:
+    """As a worker of a DataLoader is. The thread that copies is not in it."""
+    before = nn.Module.load_state_dict
+    model, optimizer = trained(torch.optim.SGD)
+
+    def work() -> None:
+        gate._wait_for_copies()
+        assert nn.Module.load_state_dict is before
+
+    with px.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model=model, optimizer=optimizer)
+        assert held.began.wait(20)
+        with gate._lock:  # as the thread may hold it at that moment
+            child = multiprocessing.get_context("fork").Process(target=work)
+            child.start()
+        child.join(10)
+        code = child.exitcode
+        child.kill()
+        child.join()
+        held.let_go.set()
+    assert code == 0
+
+
+def test_nobody_else_may_write_while_a_save_is_under_way(
+    tmp_path: Path, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even when the wait for it has failed."""
+
+    def fail(*_: Any) -> None:
+        raise CheckpointError("a rank has died")
+
+    monkeypatch.setattr(Saving, "finish", fail)
+    checkpointer = px.Checkpointer(tmp_path)
+    checkpointer.save(1, model=nn.Linear(2, 2))
+    unlock, found = checkpointer._unlock, []
+    assert unlock is not None
+
+    def look() -> None:
+        found.append((tmp_path / "step-1").exists())
+        unlock()
+
+    checkpointer._unlock = look
+
+    def close() -> None:
+        with pytest.raises(CheckpointError, match="a rank has died"):
+            checkpointer.close()
+
+    later(held, close)
+    assert found == [True]

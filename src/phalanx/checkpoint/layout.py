@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.checkpoint import values
 from phalanx.checkpoint.shard import dtype_name
@@ -78,7 +78,8 @@ class _Keeper:
         self._names: set[str] = set()
         self._rank, self._trust = rank, trust
         self._parameters = state.parameters()
-        self._stepped = _stepped(state.optimizer)
+        stepped = _stepped(state.optimizer)
+        self._has_steps, self._stepped = bool(stepped), stepped - _renormalized(state.model)
 
     def keep(self, path: Path, value: Any) -> tuple[Literal["tensor", "array", "pickle"], str] | None:
         if isinstance(value, Tensor) and type(value) not in values.TENSORS and path[0] in _ALIKE:
@@ -108,7 +109,7 @@ class _Keeper:
                 return "buffer", False
             return "shared", on_host and id(parameter) in self._stepped
         if path[:2] == ("optimizer", "state"):
-            return "shared", on_host and bool(self._stepped)
+            return "shared", on_host and self._has_steps
         return "own", False
 
     def _name(self, path: Path) -> str:
@@ -126,6 +127,13 @@ def _stepped(optimizer: Any) -> set[int]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return set()
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _renormalized(model: Any) -> set[int]:
+    """The weights that forward changes: those of embeddings with ``max_norm``."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    found = (module for module in modules if getattr(module, "max_norm", None) is not None)
+    return {id(parameter) for module in found for parameter in module.parameters(recurse=False)}
 
 
 def _plain(value: Any) -> Tensor | None:
