@@ -137,9 +137,18 @@ class Local(Place):
 
 def _default_mode() -> int:
     """For the owner alone, unless the user's umask was made for a group: one that shuts out all others."""
+    return 0o666 if _umask() & 0o007 == 0o007 else 0o600
+
+
+def _umask() -> int:
+    """To set it, even for a moment, is to set it for all threads; so that is done only where nothing else shows it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
     umask = os.umask(0o077)
     os.umask(umask)
-    return 0o666 if umask & 0o007 == 0o007 else 0o600
+    return umask
 
 
 class _Direct:
