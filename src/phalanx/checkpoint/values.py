@@ -101,7 +101,7 @@ class Decoder:
         self._tensor, self._unpickle = tensor, unpickle
 
     def decode(self, node: Any, depth: int = 0) -> Any:
-        if depth > 2 * _DEPTH:
+        if depth > 3 * _DEPTH:  # a dict whose keys are no strings takes three levels of JSON
             raise Broken("its values are nested too deep")
         if isinstance(node, list):
             return [self.decode(each, depth + 1) for each in node]
