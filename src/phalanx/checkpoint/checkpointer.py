@@ -13,14 +13,16 @@ from typing import Any
 
 from phalanx import attempt, status
 from phalanx import world as worlds
+from phalanx.arguments import whole_number
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.finder import Finder
+from phalanx.checkpoint.manifest import MOST_STEPS
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.records import Share, share_of
 from phalanx.checkpoint.saving import Background, Saving, Task
 from phalanx.checkpoint.shelf import Shelf
-from phalanx.checkpoint.state import State, check_step, to_load, to_save
+from phalanx.checkpoint.state import State, to_load, to_save
 from phalanx.checkpoint.words import note, say
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.status.layout import CHECKPOINT
@@ -57,12 +59,11 @@ class Checkpointer:
         trust: bool = False,
         mode: int | None = None,
     ) -> None:
-        if keep is not None and (type(keep) is not int or keep < 1):
-            raise UsageError(f"keep={keep!r} would keep nothing; give 1 or more, or None to keep all.")
         if mode is not None and (type(mode) is not int or mode & ~0o777 or mode & 0o600 != 0o600):
             raise UsageError(f"mode={mode!r} is no mode of a file that its owner can read and write, such as 0o640.")
         self._shelf = Shelf(open_place(path, mode))
-        self._keep, self._asynchronous, self._trust = keep, asynchronous, trust
+        self._keep = None if keep is None else whole_number("keep", keep, 1)
+        self._asynchronous, self._trust = asynchronous, trust
         self._council = Council()
         self._schedule = schedule.parse(every, self._council.lead)
         self._note = functools.partial(note, self._council.rank)
@@ -95,12 +96,9 @@ class Checkpointer:
         An error of the save before is raised here, on all ranks. ``force`` saves in any case, at the end of a run.
         """
         state = to_save(step, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
-        if state.step < 0 or (self._last is not None and state.step < self._last):
-            raise UsageError(
-                f"step {state.step} is to be saved after step {self._last}; steps count upwards, from 0."
-                if state.step >= 0
-                else f"step {state.step} is to be saved; steps count from 0."
-            )
+        whole_number("step", state.step, 0, MOST_STEPS - 1)
+        if self._last is not None and state.step < self._last:
+            raise UsageError(f"step {state.step} is to be saved after step {self._last}; steps count upwards.")
         if not force and not self._schedule.is_due(state.step):
             return False
         with status.phase(CHECKPOINT):
@@ -200,11 +198,11 @@ class Checkpointer:
             self.wait()
         finally:
             self._release()
+
+    def _release(self) -> None:
         if self._background is not None:  # first: while it writes, nobody else may
             self._background.close()
             self._background = None
-
-    def _release(self) -> None:
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
@@ -232,7 +230,9 @@ class Checkpointer:
         """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
         self.wait()
         found = self._council.lead(lambda: sorted(entry.step for entry in self._shelf.whole()))
-        return [int(step) for step in found]
+        if not isinstance(found, list) or not all(type(step) is int for step in found):
+            raise CheckpointError("the run's store has something else than what rank 0 has said there.")
+        return found
 
     def load_latest(
         self,
@@ -265,7 +265,7 @@ class Checkpointer:
     ) -> State:
         """Loads the checkpoint of one step; CheckpointError if it is not there, or damaged."""
         target = to_load(state, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
-        check_step(step)
+        step = whole_number("step", step)
         self.wait()
         self._finder.load(step, target)
         return self._took(target)

@@ -22,6 +22,7 @@ _MOST_ROWS = 1 << 48
 _MOST_RANKS = 1 << 20
 _FILES = {LEGACY: re.compile(r"__\d+_\d+\.distcp|\.metadata"), CURRENT: re.compile(r"rank-\d+\.safetensors")}
 
+MOST_STEPS = 10**18
 WIDTHS: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -140,7 +141,7 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
     if not (isinstance(time, int | float) and 0 <= time < _MOST_ROWS):
         raise ValueError
     plain = Manifest(
-        _count(fields["step"], most=10**18),
+        _count(fields["step"], most=MOST_STEPS),
         float(time),
         size,
         tuple(map(_text, fields["parts"])),

@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from phalanx import world as worlds
+from phalanx.arguments import whole_number
 from phalanx.checkpoint import dice, optimizers
 from phalanx.errors import UsageError
 
@@ -124,10 +125,10 @@ def to_save(state: int | State, **parts: Any) -> State:
     """What the arguments of Checkpointer.save mean."""
     given = {name: value for name, value in parts.items() if value is not None}
     if not isinstance(state, State):
-        return State(step=check_step(state), **given)
+        return State(step=whole_number("step", state), **given)
     if given:
         raise UsageError(f"both a State and {', '.join(given)} were given; put them into the State.")
-    check_step(state.step)
+    state.step = whole_number("step", state.step)
     return state
 
 
@@ -136,13 +137,6 @@ def to_load(state: State | None, **parts: Any) -> State:
     if state is not None and not isinstance(state, State):
         raise UsageError(f"{state!r:.80} is no px.State to load into; give one, or model=…, optimizer=… and so on.")
     return to_save(0 if state is None else state, **parts)
-
-
-def check_step(step: Any) -> int:
-    """Raises UsageError for what is no step."""
-    if type(step) is not int:
-        raise UsageError(f"step {step!r:.80} is no number of a step; give an int, or a px.State where one is taken.")
-    return step
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
