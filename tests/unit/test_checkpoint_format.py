@@ -249,7 +249,9 @@ def test_a_manifest_or_header_of_any_other_form_is_skipped(tmp_path: Path, capsy
     path, kept = tmp_path / "run", tmp_path / "kept"
     with px.Checkpointer(path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, model=nn.Linear(3, 4), extra={"x": 1})
+            model = nn.Linear(3, 4)
+            optimizer = torch.optim.SGD(model.parameters())
+            checkpointer.save(step, model=model, optimizer=optimizer, extra={"x": 1, "none": torch.zeros(0, 2)})
     shutil.copytree(path / "step-2", kept)
     damages: dict[str, Callable[[Path], object]] = {}
     for name, change in MANIFESTS.items():
@@ -258,9 +260,18 @@ def test_a_manifest_or_header_of_any_other_form_is_skipped(tmp_path: Path, capsy
         damages[f"header: {name}"] = functools.partial(change_header, change=change)
     for content in NO_MANIFESTS:
         damages[f"{content[:12]!r}"] = lambda step, content=content: (step / "manifest.json").write_bytes(content)
+    "extra as a number": _set("values", "extra", 5),
+    "a shape that no tensor can have": _set("tensors", "extra.none", 1, [0, 2**47, 2**47]),
+    "no optimizer": lambda fields: fields["values"].pop("optimizer"),
+    "an optimizer of another kind": _set("values", "optimizer", 5),
+    "an optimizer without groups": lambda fields: fields["values"]["optimizer"].pop("param_groups"),
+    "groups of another kind": _set("values", "optimizer", "param_groups", [3]),
+    "a group's parameters as a number": _set("values", "optimizer", "param_groups", 0, "params", 5),
+    "parameters that are no names": _set("values", "optimizer", "param_groups", 0, "params", [[], []]),
+    "an optimizer's state of another kind": _set("values", "optimizer", "state", []),
     for name, damage in damages.items():
         damage(path / "step-2")
-        state = px.Checkpointer(path).load_latest(model=nn.Linear(3, 4))
+        state = px.Checkpointer(path).load_latest(model=model, optimizer=optimizer)
         assert state is not None, name
         assert state.step == 1, name
         assert capsys.readouterr().err.count("skipped the checkpoint step-2") == 1, name

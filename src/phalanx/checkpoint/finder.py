@@ -12,7 +12,7 @@ from phalanx.checkpoint.manifest import Broken
 from phalanx.checkpoint.shelf import Shelf, check_name
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.words import say
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, UsageError
 
 
 class Finder:
@@ -89,8 +89,11 @@ class Finder:
             problem = f"it cannot be read: {error.strerror or error}"
         except Broken as error:
             problem = str(error)
-        except CheckpointError as error:
+        except (CheckpointError, UsageError) as error:
             refusal = str(error)
+        except Exception as error:  # noqa: BLE001  (of the user's own code, mostly; all ranks are told)
+            where = f"rank {council.rank} could not load {directory} in {self._shelf.place}"
+            refusal = f"{where}: {type(error).__name__}: {error}"
         if refusal := self._of_all(refusal):
             raise CheckpointError(refusal)
         if problem := self._of_all(problem):

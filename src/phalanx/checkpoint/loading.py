@@ -88,7 +88,10 @@ class Loaded:
         _check_fit(f"step {entry.step} in {place}", entry.manifest, content, state)
         self._nested, self._rng = content.read({*state.parts, "extra"}, world.rank if self._is_same_size else 0)
         dice.check(self._rng)
+        if not isinstance(self._nested.get("extra", {}), dict):
+            raise Broken("its values are damaged")
         if state.optimizer is not None:
+            optimizers.check_form(self._nested.get("optimizer"))
             optimizers.check(state.optimizer, self._nested["optimizer"])
 
     def hand_over(self, state: State) -> None:

@@ -186,6 +186,8 @@ def _check_room(tensors: Mapping[str, Described], files: Mapping[str, Fact]) -> 
     for each in tensors.values():
         for chunk in each.chunks:
             needed[file_of(chunk.rank)] += chunk.rows * each.row_bytes
+    if math.prod(max(1, each) for each in found.shape) >= 1 << 63:  # also without elements: torch counts in 64 bits
+        raise ValueError
     if any(needed[name] > fact.bytes for name, fact in files.items()):
         raise ValueError
 

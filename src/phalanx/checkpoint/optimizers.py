@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from phalanx.checkpoint.manifest import Broken
 from phalanx.errors import CheckpointError
 
 
@@ -35,6 +36,17 @@ def load(optimizer: Any, parameters: Mapping[str, nn.Parameter], state: Mapping[
             if name in state["state"]:
                 states[number] = state["state"][name]
     optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def check_form(state: Any) -> None:
+    """Raises Broken for what `by_name` has not made."""
+    try:
+        names = [name for group in state["param_groups"] for name in group["params"]]
+        is_right = isinstance(state["state"], dict) and all(type(name) is str for name in names)
+    except (LookupError, TypeError):
+        is_right = False
+    if not is_right:
+        raise Broken("its optimizer is damaged")
 
 
 def check(optimizer: Any, state: Mapping[str, Any]) -> None:
