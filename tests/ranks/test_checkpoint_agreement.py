@@ -55,6 +55,8 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(run_ranks: RunRanks, tmp_p
             model.broken = False
             fails(checkpointer.wait)  # on the rank that has raised it already too: all ranks are at the same call
         checkpointer.save(4, model=model)
+        checkpointer.save(5, model=model, extra={"n": 10**5000})  # which JSON cannot have
+        fails(checkpointer.wait)
         checkpointer.close()
         with px.Checkpointer(f"{path}-waited", asynchronous=False) as waiting:
             model.broken = world.rank == 1
@@ -64,11 +66,13 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(run_ranks: RunRanks, tmp_p
             assert waiting.steps() == [2]
         # What does not fit the model of one rank is loaded by none.
         fails(lambda: px.Checkpointer(path).load_latest(model=nn.Linear(4, 4 + world.rank)))
+        model.broken = world.rank == 1
+        fails(lambda: px.Checkpointer(path).load_latest(model=model))
         return told
 
     first, second = run_ranks(check, 2, str(tmp_path / "run"))
     kinds = [told.partition(" ")[0] for told in first]
-    assert kinds == ["CheckpointError", "UsageError", "CheckpointError", "CheckpointError", "CheckpointError"]
+    assert kinds == ["CheckpointError", "UsageError", *["CheckpointError"] * 5]
     no_state = "CheckpointError rank 1 could not take the state of step {}: ValueError: no state today"
     assert {first[0], second[0], second[1]} == {no_state.format(2)}
     assert first[1].startswith(
@@ -76,8 +80,11 @@ def test_what_one_rank_cannot_save_is_an_error_on_all(run_ranks: RunRanks, tmp_p
     )
     assert first[2] == second[2] == f"CheckpointError {first[1].removeprefix('UsageError ')}"
     assert first[3:] == second[3:]
-    assert first[3] == no_state.format(1)
-    assert "weight has shape (4, 4) in the checkpoint and (5, 4) in the model" in first[4]
+    assert "4300 digits" in first[3]
+    assert first[4] == no_state.format(1)
+    assert "weight has shape (4, 4) in the checkpoint and (5, 4) in the model" in first[5]
+    assert "rank 1 could not load step-4" in first[6]
+    assert "ValueError: no state today" in first[6]
     assert sorted(os.listdir(tmp_path / "run")) == ["step-1", "step-4"]
 
 

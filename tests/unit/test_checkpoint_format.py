@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.checkpoint import command, manifest, shard, values
+from phalanx.checkpoint.local import Local
 from phalanx.checkpoint.manifest import Broken
+from phalanx.checkpoint.shelf import Shelf
 from phalanx.errors import CheckpointError, UsageError
 
 _OLD = Path(__file__).parent / "data" / "checkpoint-of-the-old-form.tar.xz"
@@ -81,8 +83,45 @@ def test_values_that_contain_themselves_are_refused(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(500):
         deep = [deep]
+    decoder = values.Decoder(lambda name: torch.zeros(1), lambda _: None)
     with pytest.raises(Broken, match="nested too deep"):
-        values.Decoder(lambda name: torch.zeros(1), lambda _: None).decode(deep)
+        decoder.decode(deep)
+    for kind in (lambda each: {1: each}, lambda each: OrderedDict(a=each), lambda each: (each,)):
+        deep = 1
+        for _ in range(63):
+            deep = kind(deep)
+        assert decoder.decode(values.encode(deep, ("extra",), lambda *_: None)) == deep
+
+
+def test_no_checkpoint_is_published_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(manifest, "_MOST_BYTES", 1 << 16)
+    checkpointer = px.Checkpointer(tmp_path, asynchronous=False)
+    for extra in ({"much": bytes(1 << 16)}, {"number": 10**5000}):
+        with pytest.raises(CheckpointError, match=r"at most 65\.5 kB|4300 digits"):
+            checkpointer.save(1, extra=extra)
+    with pytest.raises(UsageError, match="step is 1000000000000000000; give"):
+        checkpointer.save(10**18)
+    assert checkpointer.steps() == []
+    monkeypatch.setattr(Shelf, "prune", lambda *_: {}["no OSError"])
+    checkpointer.save(2)
+    assert checkpointer.steps() == [2]
+    assert "step 2 is saved, but an old checkpoint in" in capsys.readouterr().err
+    checkpointer.close()
+
+
+def test_whole_numbers_of_numpy_and_torch_are_steps_and_counts(tmp_path: Path) -> None:
+    state = px.State(step=torch.tensor(2))  # type: ignore[arg-type]
+    with px.Checkpointer(tmp_path, keep=np.int64(2)) as checkpointer:  # type: ignore[arg-type]
+        for step in (np.int32(0), np.int64(1), state):
+            checkpointer.save(step)  # type: ignore[arg-type]
+        assert checkpointer.steps() == [1, 2]
+        assert checkpointer.load(np.int64(1)).step == 1  # type: ignore[arg-type]
+        for found in ([None], ["1"], 5):
+            setattr(checkpointer._council, "lead", lambda _, found=found: found)  # noqa: B010
+            with pytest.raises(CheckpointError, match="the run's store has something else"):
+                checkpointer.steps()
 
 
 # ---- files that others read
@@ -219,6 +258,15 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a value of a tensor that is not there": _set("values", "model", "$ordered", 0, 0, 1, {"$tensor": "model.no"}),
     "a model of another kind": _set("values", "model", 5),
     "a value nobody knows": _set("values", "extra", {"$nosuch": 1}),
+    "extra as a number": _set("values", "extra", 5),
+    "a shape that no tensor can have": _set("tensors", "extra.none", 1, [0, 2**47, 2**47]),
+    "no optimizer": lambda fields: fields["values"].pop("optimizer"),
+    "an optimizer of another kind": _set("values", "optimizer", 5),
+    "an optimizer without groups": lambda fields: fields["values"]["optimizer"].pop("param_groups"),
+    "groups of another kind": _set("values", "optimizer", "param_groups", [3]),
+    "a group's parameters as a number": _set("values", "optimizer", "param_groups", 0, "params", 5),
+    "parameters that are no names": _set("values", "optimizer", "param_groups", 0, "params", [[], []]),
+    "an optimizer's state of another kind": _set("values", "optimizer", "state", []),
 }
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no tensor": lambda header: header.pop("model.weight"),
@@ -260,15 +308,6 @@ def test_a_manifest_or_header_of_any_other_form_is_skipped(tmp_path: Path, capsy
         damages[f"header: {name}"] = functools.partial(change_header, change=change)
     for content in NO_MANIFESTS:
         damages[f"{content[:12]!r}"] = lambda step, content=content: (step / "manifest.json").write_bytes(content)
-    "extra as a number": _set("values", "extra", 5),
-    "a shape that no tensor can have": _set("tensors", "extra.none", 1, [0, 2**47, 2**47]),
-    "no optimizer": lambda fields: fields["values"].pop("optimizer"),
-    "an optimizer of another kind": _set("values", "optimizer", 5),
-    "an optimizer without groups": lambda fields: fields["values"]["optimizer"].pop("param_groups"),
-    "groups of another kind": _set("values", "optimizer", "param_groups", [3]),
-    "a group's parameters as a number": _set("values", "optimizer", "param_groups", 0, "params", 5),
-    "parameters that are no names": _set("values", "optimizer", "param_groups", 0, "params", [[], []]),
-    "an optimizer's state of another kind": _set("values", "optimizer", "state", []),
     for name, damage in damages.items():
         damage(path / "step-2")
         state = px.Checkpointer(path).load_latest(model=model, optimizer=optimizer)
@@ -305,6 +344,20 @@ def test_files_are_the_owners_unless_umask_or_mode_say_otherwise(
         assert found == (want | (want & 0o444) >> 2 if each.is_dir() else want), each
     with pytest.raises(UsageError, match="mode="):
         px.Checkpointer(tmp_path, mode=0o444)
+
+
+def test_the_umask_of_the_process_is_not_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads may be creating files."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda _: pytest.fail("the umask was set"))
+            assert Local(str(tmp_path))._mode == 0o666
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "read_text", lambda *_: "")  # where /proc does not have it
+            assert Local(str(tmp_path))._mode == 0o666
+    finally:
+        assert os.umask(before) == 0o027
 
 
 # ---- words

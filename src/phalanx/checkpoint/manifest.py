@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.checkpoint.place import Fact, Place
+from phalanx.checkpoint.words import in_bytes
+from phalanx.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 LEGACY, CURRENT = 1, 2
 _MOST_BYTES = 1 << 28
 _MOST_ROWS = 1 << 48
 _MOST_RANKS = 1 << 20
+MOST_STEPS = 10**18
 _FILES = {LEGACY: re.compile(r"__\d+_\d+\.distcp|\.metadata"), CURRENT: re.compile(r"rank-\d+\.safetensors")}
 
-MOST_STEPS = 10**18
 WIDTHS: Mapping[str, int] = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -89,6 +91,7 @@ class Manifest:
         return sum(fact.bytes for fact in self.files.values())
 
     def encode(self) -> bytes:
+        """CheckpointError for more than `read_manifest` takes."""
         fields: dict[str, Any] = {
             **{name: getattr(self, name) for name in _PLAIN},
             "files": {name: vars(fact) for name, fact in self.files.items()},
@@ -100,7 +103,13 @@ class Manifest:
             "rng": self.rng,
         }
         lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items()]
-        return ("{\n" + ",\n".join([*lines, f'"check": {_check(fields)}']) + "\n}\n").encode()
+        content = ("{\n" + ",\n".join([*lines, f'"check": {_check(fields)}']) + "\n}\n").encode()
+        if len(content) > _MOST_BYTES:
+            raise CheckpointError(
+                f"what is no tensor in the state of step {self.step} takes {in_bytes(len(content))}, and a checkpoint "
+                f"holds at most {in_bytes(_MOST_BYTES)} of it; turn large bytes and lists into tensors."
+            )
+        return content
 
 
 _PLAIN = ("version", "step", "time", "world_size", "parts", "phalanx", "torch")
@@ -177,6 +186,8 @@ def described(node: Any, size: int) -> Described:
         at += chunk.rows
     if at != (found.shape[0] if found.shape else 1) or len(found.shape) > 64:
         raise ValueError
+    if math.prod(max(1, each) for each in found.shape) >= 1 << 63:  # also without elements: torch counts in 64 bits
+        raise ValueError
     return found
 
 
@@ -186,8 +197,6 @@ def _check_room(tensors: Mapping[str, Described], files: Mapping[str, Fact]) -> 
     for each in tensors.values():
         for chunk in each.chunks:
             needed[file_of(chunk.rank)] += chunk.rows * each.row_bytes
-    if math.prod(max(1, each) for each in found.shape) >= 1 << 63:  # also without elements: torch counts in 64 bits
-        raise ValueError
     if any(needed[name] > fact.bytes for name, fact in files.items()):
         raise ValueError
 

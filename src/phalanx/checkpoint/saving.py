@@ -117,8 +117,12 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            if self._council.hand_in(self._key("share"), self._write_share().encode()):
-                self._tell(self._conclude())
+            if self._hand_in(self._write_share()):
+                try:
+                    problem = self._conclude()
+                except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
+                    problem = self._explain(error)
+                self._tell(problem)
         except Exception as error:  # noqa: BLE001  (the store is gone; `finish` tells the training loop)
             self._lost = error
         finally:
@@ -140,6 +144,12 @@ class Saving:
             return share.failed(str(error) if isinstance(error, CheckpointError) else self._explain(error))
         return share.written(fact)
 
+    def _hand_in(self, share: Share) -> bool:
+        try:
+            return self._council.hand_in(self._key("share"), share.encode())
+        except ValueError as error:  # JSON has no numbers of thousands of digits
+            return self._council.hand_in(self._key("share"), share.failed(self._explain(error)).encode())
+
     def _conclude(self) -> str:
         """The last rank: from shares to a checkpoint. Returns what went wrong."""
         handed_in = self._council.collect(self._key("share"))
@@ -156,7 +166,7 @@ class Saving:
         self._note("saved", step=self.step, seconds=time.monotonic() - self._started, bytes=manifest.bytes)
         try:
             self._shelf.prune(self._task.keep, final)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (the checkpoint is there, and all ranks are told so)
             say(f"step {self.step} is saved, but an old checkpoint in {self._shelf.place} cannot be removed: {error}")
         return ""
 
