@@ -154,9 +154,7 @@ def new_run_directory(base: Path, run_id: str) -> Path:
         at = run_files.open_base(base)
         try:
             if not os.listdir(at):  # noqa: PTH208
-                ignore = os.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at)
-                os.write(ignore, b"*\n")
-                os.close(ignore)
+                _ignore_for_git(at)
             name = _first_free(at, run_id)
             run_files.point(at, name, "latest")
         finally:
@@ -166,6 +164,15 @@ def new_run_directory(base: Path, run_id: str) -> Path:
             f"cannot write the run directory {base / run_id}: {error.strerror}. Give another place with --log-dir."
         ) from None
     return (base / name).absolute()
+
+
+def _ignore_for_git(base: int) -> None:
+    with contextlib.suppress(FileExistsError):  # another run has begun at the same moment
+        file = os.open(".gitignore", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=base)
+        try:
+            os.write(file, b"*\n")
+        finally:
+            os.close(file)
 
 
 def _first_free(base: int, run_id: str) -> str:

@@ -139,3 +139,10 @@ def test_a_hang_and_slow_ranks_are_told_again() -> None:
     report = {"cause": {"hang": hang}, "said": [hang["headline"]], "stragglers": [{"said": "rank 1 is 40 % slower"}]}
     assert report_command._said(report) == ["", *hang["lines"], "", hang["headline"], "", "rank 1 is 40 % slower"]
     assert report_command._said({"cause": None, "said": [], "stragglers": []}) == []
+
+
+def test_two_runs_begin_in_an_empty_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "listdir", lambda at: [])  # as both have found it
+    made = [events.new_run_directory(tmp_path / "runs", "one") for _ in range(2)]
+    assert [path.name for path in made] == ["one", "one-1"]
+    assert (tmp_path / "runs/.gitignore").read_text() == "*\n"
