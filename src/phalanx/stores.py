@@ -104,16 +104,18 @@ def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], 
 
 
 def why_unreachable(address: str, timeout: float) -> str:
-    """Why nobody can connect to ``host:port``; empty when one can."""
+    """Why nobody can connect to ``host:port``; empty when one can, or when it is no address."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
     except ConnectionRefusedError:
         return f"nobody listens on {address}"
-    except (TimeoutError, ValueError):
+    except TimeoutError:
         return f"{address} does not answer"
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         return f"the name {host} cannot be resolved"
+    except ValueError:
+        return ""
     except OSError as error:
         return f"{address} cannot be reached ({error.strerror})"
     return ""

@@ -14,7 +14,7 @@ from types import CodeType
 
 import pytest
 
-from phalanx import status
+from phalanx import status, stores
 from phalanx.diagnose.stacks import from_faulthandler
 from phalanx.status import layout, places
 from phalanx.status.page import Flight, StatusPage
@@ -334,3 +334,14 @@ def test_the_stacks_of_all_other_threads() -> None:
     (found,) = [one for one in from_faulthandler(text) if one.name == "waits for it"]
     assert "wait_for_it" in [line.function for line in found.lines]
     assert "text_of_stacks" not in text
+
+
+def test_the_address_of_a_store_is_noted_whole_or_not_at_all(path: Path) -> None:
+    page = StatusPage(path)
+    for host, noted in (("a" * 42, "a" * 42 + ":29500"), ("a" * 43, "")):
+        page.connecting(f"{host}:29500")
+        found = status.read(path)
+        assert found is not None
+        assert found.connecting == noted
+    assert stores.why_unreachable("a" * 48, 1.0) == ""
+    assert stores.why_unreachable("a..b:1", 1.0) == "the name a..b cannot be resolved"

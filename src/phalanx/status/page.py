@@ -117,9 +117,11 @@ class StatusPage:
         self._words[layout.CHECKPOINT_STEP] = step
 
     def connecting(self, address: str) -> None:
-        """To a store; the empty address says that this is over."""
+        """To a store; the empty address says that this is over. One that is too long for the page is not noted."""
         at = layout.CONNECTING * WORD
-        data = address.encode()[: layout.CONNECTING_BYTES]
+        data = address.encode()
+        if len(data) > layout.CONNECTING_BYTES:
+            data = b""
         self.memory[at : at + layout.CONNECTING_BYTES] = data.ljust(layout.CONNECTING_BYTES, b"\0")
 
     def tick(self) -> None:
