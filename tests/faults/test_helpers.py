@@ -15,6 +15,10 @@ import psutil
 import pytest
 
 from phalanx.diagnose import processes
+from phalanx.launch import orphans
+from phalanx.launch.channel import Channel
+from phalanx.launch.helpers import HelperLost
+from phalanx.launch.nursery import Nursery
 from tests.conftest import WITHOUT_TORCH, start, told
 
 SLEEPS = """
@@ -141,3 +145,15 @@ def test_where_a_process_hangs(tmp_path: Path) -> None:
     told = "pid 7, state D (waits for a device or a file system), wchan nfs_wait_bit_killable"
     assert processes.where(7, tmp_path) == told
     assert processes.where(8, tmp_path) == "pid 8, which has ended meanwhile"
+
+
+def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(orphans, "state", lambda pid: "S")  # as it was a moment ago
+    ours, theirs = Channel.pair()
+    theirs.close()
+    nursery = Nursery.__new__(Nursery)
+    nursery._keeper, nursery._keeper_pid, nursery._stores, nursery._answers_due = ours, gone.pid, 1, 0
+    with pytest.raises(HelperLost, match=rf"hosts the store \(pid {gone.pid}\) has ended"):
+        nursery.fresh_store()

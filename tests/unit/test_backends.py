@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
+import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +17,7 @@ from phalanx import backends, ballot, env, notices, shm
 from phalanx.errors import JoinError, UsageError
 from phalanx.launch.member import Member
 from phalanx.launch.spec import placements
+from phalanx.launch.watch import Watch
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +205,22 @@ def test_a_rank_can_report_one_printable_line_only() -> None:
     os.write(member.report_writer, json.dumps({"notice": "a\x1b[2J\nb" + "c" * 1000}).encode() + b"\n")
     member.read_report()
     member.close()
-    assert member.notice == ("a[2Jb" + "c" * 1000)[:400]
+    assert member.notices == [("a[2Jb" + "c" * 1000)[:400]]
+
+
+def test_all_notices_of_one_read_are_passed_on() -> None:
+    said: list[str] = []
+    nursery: Any = socket.socket()
+    with selectors.DefaultSelector() as selector, nursery:
+        watch = Watch(nursery, selector, 1.0, say=said.append)
+        member = Member(placements([1])[0])
+        for text in ("a", "b", "a"):
+            os.write(member.report_writer, json.dumps({"notice": text}).encode() + b"\n")
+        watch._read_report(member)
+        os.write(member.report_writer, json.dumps({"notice": "c"}).encode() + b"\n")
+        watch._read_report(member)
+        member.close()
+    assert said == ["a", "b", "c"]
 
 
 def test_what_doctor_will_ask() -> None:

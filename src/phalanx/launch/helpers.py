@@ -26,7 +26,7 @@ def how_ended(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def epitaph(zygote: subprocess.Popen[bytes]) -> str:
+def describe_end(zygote: subprocess.Popen[bytes]) -> str:
     """How it has ended, now that it does not answer."""
     name = f"the process that starts the workers (pid {zygote.pid})"
     try:

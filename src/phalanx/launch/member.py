@@ -53,8 +53,8 @@ class Member:
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
         self.thread_death: ThreadDeath | None = None
-        self.notice: str | None = None
-        """What the person before the console is to know."""
+        self.notices: list[str] = []
+        """What the person before the console is to know, each text once."""
         self.exited: Exited | None = None
         self.report_ended = False
         self.asked_at: float | None = None
@@ -88,8 +88,9 @@ class Member:
                 with contextlib.suppress(ForeignData):  # a script may have written into all files that are open
                     told = plain.decode(line, _Told, "the report of a rank")
                     self.error, self.thread_death = self.error or told.error, told.thread or self.thread_death
-                    if told.notice is not None:
-                        self.notice = "".join(filter(str.isprintable, told.notice))[:_LONGEST_NOTICE]
+                    notice = "".join(filter(str.isprintable, told.notice or ""))[:_LONGEST_NOTICE]
+                    if notice and notice not in self.notices:
+                        self.notices.append(notice)
         return self.error is not None and not had_error
 
     @property

@@ -159,7 +159,7 @@ class Nursery:
         """The next event, waiting for it if there is none; None when it says nothing about a worker."""
         received = self.channel.receive()
         if received is None:
-            raise HelperLost(helpers.epitaph(self._process))
+            raise HelperLost(helpers.describe_end(self._process))
         message, _ = received
         match message["event"]:
             case "started":
@@ -232,7 +232,8 @@ class Nursery:
             self.keeper_lost = str(error) if isinstance(error, HelperLost) else f"{name} has ended"
             self.keeper.close()
             if orphans.state(self._keeper_pid):  # it is silent
-                os.kill(self._keeper_pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended after all
+                    os.kill(self._keeper_pid, signal.SIGKILL)
             raise HelperLost(self.keeper_lost) from None
 
     def _await(self, channel: Channel, seconds: float, name: str) -> None:
@@ -299,4 +300,4 @@ class Nursery:
         try:
             self.channel.send(message, fds)
         except OSError:
-            raise HelperLost(helpers.epitaph(self._process)) from None
+            raise HelperLost(helpers.describe_end(self._process)) from None

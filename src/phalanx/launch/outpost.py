@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch import wire
+from phalanx.launch import helpers, wire
 from phalanx.launch.console import Console
 from phalanx.launch.logs import Pump, Route, Tail
 from phalanx.launch.reach import Way
@@ -125,6 +125,6 @@ class Outpost:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            helpers.has_ended(self._process, helpers.KILL_SECONDS)
         for stream in self.streams:
             stream.close()

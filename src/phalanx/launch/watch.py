@@ -209,10 +209,10 @@ class Watch:
 
     def _read_report(self, member: Member) -> bool:
         """Whether it has just told its error."""
-        before = member.notice
+        before = len(member.notices)
         has_failed = member.read_report()
-        if member.rank == 0 and member.notice is not None and member.notice != before:
-            self._say(member.notice)
+        for notice in member.notices[before:] if member.rank == 0 else ():
+            self._say(notice)
         return has_failed
 
     def _handle(self, event: Event) -> None:
