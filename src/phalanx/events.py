@@ -282,7 +282,7 @@ def is_being_written(path: Path) -> bool:
 
     try:
         fd = run_files.open_to_read(path)
-    except FileNotFoundError:
+    except OSError:  # there is none, or it cannot be read
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -303,6 +303,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         lines = run_files.read(path).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return found
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     for line in lines:
         with contextlib.suppress(ForeignData):
             found.append(plain.decode(line, dict[str, Any], str(path)))

@@ -15,6 +15,8 @@ from pathlib import Path
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+MOST_BYTES = 256 << 20
+"""Of one file that is read whole: far more than any run writes, and no danger to memory whoever wrote it."""
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _NO_LINK
 
 
@@ -77,26 +79,34 @@ def open_to_read(path: Path, flags: int = 0) -> int:
     raise OSError(errno.EINVAL, "it is no plain file", str(path))
 
 
-def read(path: Path, begin: int = 0, most: int = -1) -> bytes:
-    """The content of a plain file, or so many bytes of it from ``begin`` on."""
+def read(path: Path, begin: int = 0, most: int | None = None) -> bytes:
+    """The content of a plain file from ``begin`` on, or ``most`` bytes of it; OSError if all is above MOST_BYTES."""
     with os.fdopen(open_to_read(path), "rb", buffering=0) as file:
+        if most is None and os.fstat(file.fileno()).st_size - begin > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 20} MiB", str(path))
         file.seek(begin)
-        return file.read(most) or b""
+        return file.read(MOST_BYTES if most is None else most) or b""
 
 
 # ---- the directory of all runs
 
 
 def open_base(base: Path) -> int:
-    """The directory of all runs, made if it is missing. One of another user, who could replace what is written there,
-    is none; in one like /tmp, with the sticky bit, at least nobody else can."""
-    base.mkdir(parents=True, exist_ok=True)
+    """The directory of all runs, made if it is missing. One where another user, or all, could replace what is written
+    is refused; in one like /tmp, with the sticky bit, nobody else can."""
+    base.mkdir(mode=0o755, parents=True, exist_ok=True)
     at = os.open(base, _DIRECTORY)
     found = os.fstat(at)
-    if found.st_uid == 0 or found.st_mode & stat.S_ISVTX or _is_own(at):
+    if found.st_mode & stat.S_ISVTX:
+        return at
+    if found.st_uid != 0 and not _is_own(at):
+        why = _OTHERS.format(found.st_uid)
+    elif found.st_mode & stat.S_IWOTH:
+        why = f"all users can replace what is written there (mode {stat.S_IMODE(found.st_mode):04o}; chmod o-w helps)"
+    else:
         return at
     os.close(at)
-    raise PermissionError(errno.EPERM, _OTHERS.format(found.st_uid), str(base))
+    raise PermissionError(errno.EPERM, why, str(base))
 
 
 def point(base: int, name: str, link: str) -> None:

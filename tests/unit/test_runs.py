@@ -12,7 +12,7 @@ import pytest
 
 from phalanx import events
 from phalanx.diagnose import report_command, runs
-from phalanx.errors import UsageError
+from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.console import Console
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
@@ -146,3 +146,31 @@ def test_two_runs_begin_in_an_empty_directory_at_once(tmp_path: Path, monkeypatc
     made = [events.new_run_directory(tmp_path / "runs", "one") for _ in range(2)]
     assert [path.name for path in made] == ["one", "one-1"]
     assert (tmp_path / "runs/.gitignore").read_text() == "*\n"
+
+
+def test_a_directory_that_all_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0)
+    try:
+        events.new_run_directory(base, "one")  # what we make ourselves is not one
+    finally:
+        os.umask(before)
+    for mode in (0o1777, 0o775):
+        base.chmod(mode)
+        events.new_run_directory(base, "one")
+    base.chmod(0o757)
+    with pytest.raises(
+        LaunchError, match=r"all users can replace .* \(mode 0757; chmod o-w helps\). Give another place"
+    ):
+        events.new_run_directory(base, "one")
+
+
+@pytest.mark.parametrize("name", ["run.json", "agent.events.jsonl"])
+def test_a_huge_file_is_not_read(name: str, tmp_path: Path) -> None:
+    """A sparse one takes no space on the disk of whoever made it."""
+    directory = new_run(tmp_path, "one")
+    with (directory / name).open("ab") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=f"{name} cannot be read: it is larger than 256 MiB"):
+        runs.load(directory)

@@ -166,7 +166,7 @@ def last_lines(directory: Path, rank: int, count: int) -> list[str]:
     """Of a rank's log; none when there is no log here, as for a rank of another node."""
     path = events.log_path(directory, rank)
     try:
-        text = run_files.read(path, max(0, path.stat().st_size - _TAIL_BYTES)).decode(errors="replace")
+        text = run_files.read(path, max(0, path.stat().st_size - _TAIL_BYTES), 2 * _TAIL_BYTES).decode(errors="replace")
     except OSError:
         return []
     return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
