@@ -83,6 +83,9 @@ def _say_errors(command: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
             raise
+        if error.errno == errno.ENOSPC and not _has_unwritten_output():
+            print(f"phalanx: a file cannot be written: {error.strerror}; free some space there.", file=sys.stderr)
+            return 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still in the buffer must not be tried again at exit
         if error.errno == errno.EPIPE:  # nobody reads on
             return 128 + signal.SIGPIPE
@@ -90,6 +93,15 @@ def _say_errors(command: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _has_unwritten_output() -> bool:
+    """Standard output keeps what it could not write, and fails with it again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _run(arguments: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -84,6 +85,19 @@ def test_streams_that_are_closed(line: str, tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", err)
     if "exec" in line:
         assert (tmp_path / "runs/latest/rank-0.log").read_text() == "hello\n"
+
+
+def test_a_full_disk_is_not_called_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: list[str]) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cli, "_run", run)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "x.py"])
+    expected = "phalanx: a file cannot be written: No space left on device; free some space there.\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, expected)
 
 
 def test_a_console_without_our_characters_shows_others() -> None:
