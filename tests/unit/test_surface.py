@@ -63,7 +63,8 @@ EDGES = {
     "attempt": set(),
     "backends": {"ballot", "shm"},
     "ballot": {"join"},
-    "bench": {"launch", "parallel", "phalanx", "testing"},  # the two in the middle in what the ranks run
+    # launch and testing start ranks; the others in what those run
+    "bench": {"backends", "launch", "parallel", "phalanx", "testing"},
     "checkpoint": {"join", "world"},
     "cli": {"launch", "bench", "checkpoint", "diagnose"},
     "cluster": set(),

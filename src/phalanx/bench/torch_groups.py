@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from phalanx import backends
+
 Groups = dict[str, dist.ProcessGroup]
 
 
@@ -15,7 +17,7 @@ def both_groups() -> Groups:
     found = {}
     for name, group in groups.items():
         # `phalanx run` gives a script shm where it asks for gloo; here that would compare shm with itself.
-        if not isinstance(group, dist.ProcessGroup) or hasattr(group, "seconds_in_collectives") != (name == "shm"):
+        if not isinstance(group, dist.ProcessGroup) or backends.is_shm(group) != (name == "shm"):
             raise RuntimeError(f"asked for {name}, and got {group}")
         found[name] = group
     return found
