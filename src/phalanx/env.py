@@ -39,7 +39,7 @@ _WRITTEN_FOR_WORKERS = {
     "TORCHELASTIC_RUN_ID": "name of the run",
     "TORCHELASTIC_USE_AGENT_STORE": "True: the store is already running, rank 0 must not start one",
     "OMP_NUM_THREADS": "threads of each process: cores divided by local ranks, unless it was set",
-    "CUDA_VISIBLE_DEVICES": "the cards a process may see; set by --devices and --virtual-local-rank",
+    "CUDA_VISIBLE_DEVICES": "the GPUs a process may see; set by --devices and --virtual-local-rank",
     "GLOO_SOCKET_IFNAME": "the interface gloo listens on: loopback on one machine, else the one towards the master",
     "NCCL_SOCKET_IFNAME": "the same for nccl, with several machines",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1: a failed nccl collective ends its process, unless it was set",

@@ -109,7 +109,7 @@ def _fit_items(value: Any, shape: Any) -> Any:
 
 
 def _require(value: Any, shape: Any) -> Any:
-    """Of exactly this type: True is no number here."""
+    """Refuses a value that is not of exactly this type: True is no number here."""
     return value if type(value) is shape else _refuse(value, shape)
 
 

@@ -15,7 +15,7 @@ _own: bytes | None = None
 
 
 def make() -> None:
-    """Of a new run, unless this process was given one when it was started."""
+    """Makes the secret of a new run, unless this process was given one when it was started."""
     global _own
     _own = _own or os.urandom(_BYTES)
 

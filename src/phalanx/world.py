@@ -31,7 +31,7 @@ class World:
     size: int
     """Number of processes in all (world_size)."""
     local_rank: int
-    """Number of this process on its node; also the number of its card."""
+    """Number of this process on its node; also the number of its GPU."""
     local_size: int
     """Number of processes on this node (nproc_per_node)."""
     node: int
@@ -110,7 +110,7 @@ def init(
         store: a torch store that all ranks share, instead of an init_method.
         timeout: seconds for reaching the master, for all ranks to come, and for each collective. The defaults are
             60 s, 300 s and torch's own 30 minutes.
-        device: ``cpu``, ``cuda``, ``cuda:1``; by default the card of this local rank if there is one.
+        device: ``cpu``, ``cuda``, ``cuda:1``; by default the GPU of this local rank if there is one.
         seed: of python, numpy and torch. All ranks draw the same, so that files are split and weights are made alike,
             until `px.data_parallel` or `px.track` is called; from then on each draws its own, for augmentation,
             dropout and the workers of a DataLoader.
@@ -222,7 +222,7 @@ def _device(asked: str | torch.device | None, situation: Situation) -> torch.dev
         return device
     count = torch.cuda.device_count()
     if not torch.cuda.is_available() or (device.index is not None and device.index >= count):
-        raise UsageError(f"device {device} was asked for, but torch sees {count} card(s); use cpu, or free a card.")
+        raise UsageError(f"device {device} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
     index = device.index if device.index is not None else situation.local_rank % count
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

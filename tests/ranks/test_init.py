@@ -217,7 +217,7 @@ def test_a_stale_file(run_ranks: RunRanks, tmp_path: Path) -> None:
         ({"backend": "mpi"}, "built without MPI"),
         ({"backend": "nccl"}, "'nccl' needs a CUDA device"),
         ({"backend": "smoke"}, "'smoke' is unknown"),
-        ({"device": "cuda"}, "torch sees 0 card(s)"),
+        ({"device": "cuda"}, "torch sees 0 GPU(s)"),
         ({"device": "abacus"}, "'abacus' is unknown"),
     ],
 )

@@ -135,7 +135,7 @@ def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
     [
         (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node", "many"]),
         (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node", "0"]),
-        (["--nproc-per-node", "gpu", "x.py"], ["gpu", "no CUDA card"]),
+        (["--nproc-per-node", "gpu", "x.py"], ["gpu", "no CUDA GPU"]),
         (["--nnodes", "3:2", "x.py"], ["--nnodes", "3:2"]),
         (["--nnodes", "two", "x.py"], ["--nnodes", "two"]),
         (["--nnodes", "2", "--node-rank", "2", "x.py"], ["--node-rank 2"]),
@@ -225,7 +225,7 @@ def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
     assert devices.choose_cards("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
     with pytest.raises(UsageError, match="no GPU is visible"):
         devices.choose_cards("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
-    with pytest.raises(UsageError, match="card 2, but 2 card"):
+    with pytest.raises(UsageError, match="GPU 2, but 2 GPU"):
         devices.choose_cards("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 

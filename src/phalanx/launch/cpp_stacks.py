@@ -13,7 +13,7 @@ _STACK = re.compile(rb"Exception raised from .*:$|frame #\d+: |<omitting python 
 
 
 class StackFilter:
-    """Of one stream, whose lines may come in several pieces."""
+    """Drops torch's C++ stacks from one stream, whose lines may come in several pieces."""
 
     def __init__(self) -> None:
         self._is_within = False

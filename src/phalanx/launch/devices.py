@@ -1,6 +1,6 @@
-"""Cores and cards of this machine, counted without torch.
+"""Cores and GPUs of this machine, counted without torch.
 
-Importing torch to count cards would cost the launcher a second and could initialise CUDA before a fork.
+Importing torch to count GPUs would cost the launcher a second and could initialise CUDA before a fork.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def thread_setting(
 
 
 def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The CUDA cards a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
+    """The CUDA GPUs a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
@@ -77,7 +77,7 @@ def choose_cards(
     except ValueError:
         raise UsageError(f"--devices {asked!r} is not a list of numbers; give them like 0,3.") from None
     if len(set(indices)) != len(indices):
-        raise UsageError(f"--devices {asked} names a card twice; give each once.")
+        raise UsageError(f"--devices {asked} names a GPU twice; give each once.")
     visible = visible_cards(environ, dev)
     if min(indices) < 0:
         raise UsageError(f"--devices {asked} has a negative number; GPUs count from 0.")
@@ -88,7 +88,7 @@ def choose_cards(
     for index in indices:
         if not 0 <= index < len(visible):
             raise UsageError(
-                f"--devices {asked} asks for card {index}, but {len(visible)} card(s) are visible "
+                f"--devices {asked} asks for GPU {index}, but {len(visible)} GPU(s) are visible "
                 f"({','.join(visible)}); count from 0 to {len(visible) - 1}."
             )
     return tuple(visible[index] for index in indices)
@@ -106,7 +106,7 @@ def process_count(asked: str, cards: tuple[str, ...]) -> int:
         return usable_cores()
     if asked == "gpu":
         if not cards:
-            raise UsageError("--nproc-per-node gpu, but no CUDA card is visible here; give a number, or cpu.")
+            raise UsageError("--nproc-per-node gpu, but no CUDA GPU is visible here; give a number, or cpu.")
         return len(cards)
     if asked == "auto":
         return len(cards) or usable_cores()

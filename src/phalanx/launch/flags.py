@@ -43,14 +43,14 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--nproc-per-node", "on each machine: a number, auto, cpu or gpu (default 1, or one a device)", "N"),
         Flag("--nnodes", "machines (default 1)", "N|MIN:MAX"),
         Flag("--node-rank", "number of this machine (default 0)", "K", 0, int),
-        Flag("--devices", "the cards to use, counted within what is visible", "0,3"),
+        Flag("--devices", "the GPUs to use, counted within what is visible", "0,3"),
         Flag(
             "--numa-binding",
             "bind each process to CPUs near its GPU, or spread them over the NUMA nodes: " + ", ".join(numa.MODES),
             "HOW",
             choices=numa.MODES,
         ),
-        Flag("--virtual-local-rank", "every process sees its card as number 0, and LOCAL_RANK=0"),
+        Flag("--virtual-local-rank", "every process sees its GPU as number 0, and LOCAL_RANK=0"),
         Flag("--role", "ROLE_NAME for the workers", "NAME", "default"),
     ),
     "what to run": (
@@ -132,8 +132,8 @@ NOT_SUPPORTED = {
 _EXAMPLES = """\
 examples:
   phalanx run --nproc-per-node 4 train.py --lr 0.1      four processes on this machine
-  phalanx run --nproc-per-node auto train.py            one for each card, or for each core
-  phalanx run --devices 0,3 train.py                    one on card 0, one on card 3
+  phalanx run --nproc-per-node auto train.py            one for each GPU, or for each core
+  phalanx run --devices 0,3 train.py                    one on GPU 0, one on GPU 3
   phalanx run --nproc-per-node 2 -m my.package          as `python -m` would run it
   phalanx run --nnodes 3 --nproc-per-node 8 --dry-run train.py
   phalanx run -H node1:8,node2:8 train.py               eight on each of two machines, over ssh

@@ -128,7 +128,7 @@ class LaunchSpec:
         if most > MOST_NODES:
             raise UsageError(f"--nnodes is {most}; a run has {MOST_NODES} nodes at most.")
         check_processes(self.nproc_per_node, "--nproc-per-node")
-        if not 0 <= self.node_rank < most and self.rdzv_backend == "static":  # elsewhere it is not heeded
+        if not 0 <= self.node_rank < most and self.rdzv_backend == "static":  # elsewhere it is ignored
             raise UsageError(f"--node-rank {self.node_rank} does not exist: {most} node(s) have 0 to {most - 1}.")
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}; give 0 or more.")

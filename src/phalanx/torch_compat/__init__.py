@@ -27,7 +27,7 @@ def as_text(version: tuple[int, int]) -> str:
 
 
 def release() -> tuple[int, int]:
-    """Of the installed torch, as (2, 13)."""
+    """The version of the installed torch, as (2, 13)."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
@@ -51,7 +51,7 @@ def server_options() -> dict[str, bool]:
 
 
 def factor_of(op: Any) -> float:
-    """Of a ReduceOp that is PREMUL_SUM. ``factor`` is an attribute since torch 2.11."""
+    """The factor of a ReduceOp that is PREMUL_SUM. ``factor`` is an attribute since torch 2.11."""
     factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
     return float(factor)
 
