@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx import ports
 from phalanx.diagnose import processes
 from phalanx.launch import orphans
 from phalanx.launch.channel import Channel
@@ -157,3 +158,15 @@ def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyP
     nursery._keeper, nursery._keeper_pid, nursery._stores, nursery._answers_due = ours, gone.pid, 1, 0
     with pytest.raises(HelperLost, match=rf"hosts the store \(pid {gone.pid}\) has ended"):
         nursery.fresh_store()
+
+
+def test_a_zygote_that_ends_before_it_has_started_the_keeper() -> None:
+    with ports.listen(ports.LOOPBACK, 0) as listener:
+        nursery = Nursery(os.environ, start_method="exec", listener=listener)
+    try:
+        nursery._process.kill()
+        nursery._process.wait()
+        with pytest.raises(HelperLost, match=f"the process that starts the workers .pid {nursery.pid}. was killed by"):
+            nursery.fresh_store()
+    finally:
+        nursery.close()

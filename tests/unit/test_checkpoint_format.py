@@ -156,9 +156,12 @@ def test_objects_need_trust(tmp_path: Path) -> None:
         px.Checkpointer(tmp_path).save(1, extra={"it": [Foreign(3)]})
     with px.Checkpointer(tmp_path, trust=True) as checkpointer:
         checkpointer.save(1, model=nn.Linear(2, 2), extra={"it": [Foreign(3)]})
-    state = px.State(model=nn.Linear(2, 2))
+    state = px.State(model=nn.Linear(2, 2), extra={"it": None})
     with pytest.raises(CheckpointError, match=r"step-1 in .* has objects that were pickled, .* Give trust=True"):
         px.Checkpointer(tmp_path).load_latest(state)
+    model_alone = px.Checkpointer(tmp_path).load_latest(model=nn.Linear(2, 2))
+    assert model_alone is not None
+    assert model_alone.extra == {}, "nobody has asked for it, and it would run code"
     px.Checkpointer(tmp_path, trust=True).load_latest(state)
     assert state.extra["it"][0].number == 3
     assert command.main(["export", str(tmp_path), str(tmp_path / "w.safetensors")]) == 0  # no object of the model

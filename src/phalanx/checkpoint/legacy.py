@@ -41,8 +41,8 @@ class Legacy:
         }
 
     def read(self, parts: set[str], rank: int) -> tuple[dict[str, Any], Any]:
-        """Those parts, as `State.load_state_dict` takes them, and the random generators of a rank."""
-        names = [name for name, path in self._paths.items() if path[0] in {"step", *parts}]
+        """Those parts and ``extra``, as `State.load_state_dict` takes them, and the random generators of a rank."""
+        names = [name for name, path in self._paths.items() if path[0] in {"step", "extra", *parts}]
         rng = f"rng.{rank}"
         found = self._values([*names, rng])
         root: dict[str, Any] = {"optimizer": {"state": {}, "param_groups": []}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -30,7 +31,9 @@ class Content(Protocol):
         ...
 
     def read(self, parts: set[str], rank: int) -> tuple[dict[str, Any], Any]:
-        """Those parts, as `State.load_state_dict` takes them, and the random generators of a rank."""
+        """Those parts, as `State.load_state_dict` takes them, and the random generators of a rank.
+
+        ``extra`` comes along although it was not asked for, unless that would run code."""
         ...
 
 
@@ -47,6 +50,10 @@ def open_content(place: Place, entry: Entry, trust: bool) -> Content:
     from phalanx.checkpoint.legacy import Legacy
 
     return Legacy(place, entry.directory)
+
+
+class _NotTrusted(CheckpointError):
+    """Reading a value would run code."""
 
 
 class _Sharded:
@@ -66,11 +73,14 @@ class _Sharded:
         with Shards(self._place, self._directory, manifest) as shards:
             decoder = Decoder(shards.read, self._unpickled)
             nested = {part: decoder.decode(node) for part, node in manifest.values.items() if part in parts}
+            if "extra" in manifest.values.keys() - parts:
+                with contextlib.suppress(_NotTrusted):
+                    nested["extra"] = decoder.decode(manifest.values["extra"])
             return {**nested, "step": manifest.step}, decoder.decode(manifest.rng[rank])
 
     def _unpickled(self, content: Tensor) -> Any:
         if not self._trust:
-            raise CheckpointError(
+            raise _NotTrusted(
                 f"{self._directory} in {self._place} has objects that were pickled, and loading them runs code from "
                 f"it. {_TRUST}"
             )
@@ -86,7 +96,7 @@ class Loaded:
         self._is_same_size = entry.manifest.world_size == world.size
         content = open_content(place, entry, trust)
         _check_fit(f"step {entry.step} in {place}", entry.manifest, content, state)
-        self._nested, self._rng = content.read({*state.parts, "extra"}, world.rank if self._is_same_size else 0)
+        self._nested, self._rng = content.read({*state.parts}, world.rank if self._is_same_size else 0)
         dice.check(self._rng)
         if not isinstance(self._nested.get("extra", {}), dict):
             raise Broken("its values are damaged")

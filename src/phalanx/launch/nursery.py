@@ -230,6 +230,8 @@ class Nursery:
                 self._answers_due -= 1
         except (OSError, HelperLost) as error:
             self.keeper_lost = str(error) if isinstance(error, HelperLost) else f"{name} has ended"
+            if not self._keeper_pid and helpers.has_ended(self._process, helpers.KILL_SECONDS):
+                self.keeper_lost = helpers.describe_end(self._process)  # before it could start the keeper
             self.keeper.close()
             if orphans.state(self._keeper_pid):  # it is silent
                 with contextlib.suppress(ProcessLookupError):  # it has just ended after all
