@@ -25,6 +25,7 @@ _LAUNCHERS = {
     "torchrun": ("-m", "torch.distributed.run", "--standalone"),
     "phalanx": ("-m", "phalanx", "run"),
 }
+_collected: set[str] = set()
 _rows: dict[str, dict[str, Any]] = {}
 
 Beside = Callable[..., list[dict[str, Any]]]
@@ -75,6 +76,7 @@ def _run(launcher: str, program: tuple[str, ...], directory: Path, timeout: floa
 def pytest_itemcollected(item: pytest.Item) -> None:
     doc = (getattr(item, "function", None) and item.function.__doc__) or item.name  # type: ignore[attr-defined]
     case = f" ({item.callspec.id})" if hasattr(item, "callspec") else ""  # type: ignore[attr-defined]
+    _collected.add(item.nodeid)
     item.user_properties.append(("what", doc.splitlines()[0].rstrip(".") + case))
 
 
@@ -89,8 +91,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         row["outcome"] = report.outcome
 
 
+def _is_whole() -> bool:
+    """Whether every test of this directory has been run, in this process."""
+    files = {name.partition("::")[0].rpartition("/")[2] for name in _rows}
+    return _collected == set(_rows) and files == {path.name for path in Path(__file__).parent.glob("test_*.py")}
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if not _rows or hasattr(session.config, "workerinput"):  # a worker of xdist sees a part of them only
+    if not _is_whole() or hasattr(session.config, "workerinput"):  # a worker of xdist sees a part of them only
         return
     machine = describe()
     lines = [

@@ -170,7 +170,8 @@ def storm(tmp_path: Path) -> Iterator[Callable[..., Storm]]:
             one.agent.communicate(timeout=30)
 
 
-def test_a_storm_of_kills(storm: Callable[..., Storm]) -> None:
+def test_a_storm_of_kills(storm: Callable[..., Storm], record_property) -> None:
+    """Signals to ranks, loader workers, the zygote and the keeper of one run with checkpoints."""
     hits = kinds()
     steps = 10 * len(hits) + 20
     undisturbed = storm("undisturbed", steps, calm=True)
@@ -189,3 +190,4 @@ def test_a_storm_of_kills(storm: Callable[..., Storm]) -> None:
     assert "Traceback" not in err
     assert result
     assert result == undisturbed.end()[1]
+    record_property("result", f"{kills} kills, {len(hits) - kills} stops, {steps} steps; weights as without them")
