@@ -265,3 +265,39 @@ def test_nobody_else_may_write_while_a_save_is_under_way(
 
     later(held, close)
     assert found == [True]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_noticed"),
+    [
+        (lambda: torch.ones(4), True),
+        (lambda: torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last), True),
+        (lambda: torch.ones(4, 8)[:, ::2], False),
+    ],
+)
+def test_changes_of_any_memory_layout_and_of_the_optimizer_are_noticed(
+    tmp_path: Path, held: Held, make: Callable[[], Tensor], is_noticed: bool
+) -> None:
+    """What has gaps is copied before save() returns."""
+    model = nn.ParameterDict({"weight": nn.Parameter(make())})
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model["weight"].sum().backward()
+    optimizer.step()
+    moments = optimizer.state[model["weight"]]["momentum_buffer"]
+    for step, (name, tensor) in enumerate((("model.weight", model["weight"]), ("momentum_buffer", moments)), 1):
+        want = tensor.detach().clone()
+        held.let_go.clear()
+        with px.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, model=model, optimizer=optimizer)
+            tensor.data.mul_(3)
+            held.let_go.set()
+            if is_noticed or (name == "momentum_buffer" and moments.is_contiguous()):
+                with pytest.raises(CheckpointError, match=rf"{name} was changed in place right after save"):
+                    checkpointer.wait()
+                continue
+            checkpointer.wait()
+        fresh = nn.ParameterDict({"weight": nn.Parameter(make())})
+        again = torch.optim.SGD(fresh.parameters(), momentum=0.9)
+        px.Checkpointer(tmp_path).load_latest(model=fresh, optimizer=again)
+        found = fresh["weight"] if step == 1 else again.state[fresh["weight"]]["momentum_buffer"]
+        assert torch.equal(found, want), name

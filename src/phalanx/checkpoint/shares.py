@@ -75,8 +75,16 @@ def _rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements, in any order of its dimensions, are memory without gaps and without overlaps."""
+    if tensor.is_contiguous():
+        return True
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).is_contiguous()
+
+
 class _Late:
-    """A tensor that is copied later, and what tells whether it was changed before that.
+    """A dense tensor that is copied later, and what tells whether it was changed before that.
 
     That is its version; and, since nothing counts what is done to ``parameter.data``, a few elements.
     """
@@ -84,18 +92,19 @@ class _Late:
     def __init__(self, name: str, source: Tensor, target: Tensor) -> None:
         self.name, self.source, self.target = name, source, target
         self._version = source._version
-        is_sampled = name.startswith("model.") and source.numel() > 0 and source.is_contiguous()
-        self._sample = self._some() if is_sampled else None
+        self._sample = self._some()
 
     def _some(self) -> Tensor:
-        step = max(1, self.source.numel() // _SAMPLED)
-        return self.source.view(-1)[::step].clone().view(torch.uint8)
+        count = self.source.numel()
+        step = max(1, count // _SAMPLED)
+        # One call for any order of the dimensions: this is done for each tensor while training waits.
+        return self.source.as_strided((-(-count // step),), (step,), self.source.storage_offset()).clone()
 
     @property
     def has_changed(self) -> bool:
         if self.source._version != self._version:
             return True
-        return self._sample is not None and not torch.equal(self._sample, self._some())
+        return not torch.equal(self._sample.view(torch.uint8), self._some().view(torch.uint8))
 
 
 class Copies:
@@ -123,7 +132,7 @@ class Copies:
         for part, slot in zip(parts, self.slots, strict=True):
             source = part.tensor
             target = image[slot.begin : slot.end].view(source.dtype).view(source.shape)
-            if part.piece.is_late and not self._all_at_once:
+            if part.piece.is_late and not self._all_at_once and _is_dense(source):
                 self._late.append(_Late(part.piece.name, source, target))
                 continue
             devices |= {source.device} if source.is_cuda else set()
