@@ -17,6 +17,7 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 MOST_BYTES = 256 << 20
 """Of one file that is read whole: far more than any run writes, and no danger to memory whoever wrote it."""
+_OTHERS = "it belongs to another user (uid {}), who can replace what is written there"
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _NO_LINK
 
 
@@ -29,7 +30,7 @@ def open_file(path: Path, flags: int, directory: Path | None = None) -> int:
     *parents, name = path.relative_to(directory).parts
     if flags & os.O_CREAT:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it meanwhile
-    at = _open_own(directory)
+    at = open_own(directory)
     try:
         for parent in parents:
             with contextlib.suppress(FileExistsError):
@@ -44,7 +45,7 @@ def open_file(path: Path, flags: int, directory: Path | None = None) -> int:
 def write_whole(path: Path, text: str) -> None:
     """Whole or not at all: written aside, then renamed."""
     aside = f".{path.name}-{os.getpid()}"
-    at = _open_own(path.parent)
+    at = open_own(path.parent)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(aside, dir_fd=at)  # of a process that was killed, and had this pid
@@ -62,12 +63,22 @@ def write_whole(path: Path, text: str) -> None:
 
 def remove(path: Path) -> None:
     """A file of a run directory, if it is there."""
-    at = _open_own(path.parent)
+    at = open_own(path.parent)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path.name, dir_fd=at)
     finally:
         os.close(at)
+
+
+def open_own(directory: Path) -> int:
+    """A directory that has to be this user's, and no link."""
+    at = os.open(directory, _DIRECTORY | _NO_LINK)
+    if _is_own(at):
+        return at
+    owner = os.fstat(at).st_uid
+    os.close(at)
+    raise PermissionError(errno.EPERM, _OTHERS.format(owner), str(directory))
 
 
 def open_to_read(path: Path, flags: int = 0) -> int:
@@ -118,18 +129,6 @@ def point(base: int, name: str, link: str) -> None:
             os.replace(aside, link, src_dir_fd=base, dst_dir_fd=base)
         except OSError:
             os.unlink(aside, dir_fd=base)
-
-
-_OTHERS = "it belongs to another user (uid {}), who can replace what is written there"
-
-
-def _open_own(directory: Path) -> int:
-    at = os.open(directory, _DIRECTORY | _NO_LINK)
-    if _is_own(at):
-        return at
-    owner = os.fstat(at).st_uid
-    os.close(at)
-    raise PermissionError(errno.EPERM, _OTHERS.format(owner), str(directory))
 
 
 def _is_own(at: int) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, cast
 
+from phalanx import run_files
 from phalanx.checkpoint.place import ALIGNED, Place
 from phalanx.errors import UsageError
 
@@ -21,7 +22,7 @@ _UNABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 """What a file system without locks answers."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 """Windows has neither."""
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0) | _NO_LINK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | _NO_LINK
 _LEAST_DIRECT = 1 << 20
 
 
@@ -52,18 +53,37 @@ class Local(Place):
 
     @contextlib.contextmanager
     def create(self, directory: str, name: str) -> Iterator[IO[bytes]]:
-        path = self._root / directory / name
-        fd = os.open(path, _CREATE, self._mode)
+        with self._own(directory) as at:
+            path = name if at is not None else os.fspath(self._root / directory / name)
+            _unlink(path, at)  # of a save that failed, and could not be removed
+            fd = os.open(path, _CREATE, self._mode, dir_fd=at)
+            try:
+                if self._is_told:  # whatever the umask is
+                    os.chmod(fd if os.chmod in os.supports_fd else path, self._mode)  # noqa: PTH101 (follows no link)
+                yield cast(IO[bytes], _Direct(fd))
+                os.fsync(fd)
+            except BaseException:
+                _unlink(path, at)  # a full disk has room again for what is said about it
+                raise
+            finally:
+                os.close(fd)
+
+    @contextlib.contextmanager
+    def _own(self, directory: str) -> Iterator[int | None]:
+        """The directory of a save. All ranks are one user; anybody else who can write to the path, which a team may
+        share, could have put a link there that leads elsewhere. None where files are not opened from a directory."""
+        if os.open not in os.supports_dir_fd:
+            yield None
+            return
         try:
-            if self._is_told:  # whatever the umask is
-                os.chmod(fd if os.chmod in os.supports_fd else path, self._mode)  # noqa: PTH101 (no link is followed)
-            yield cast(IO[bytes], _Direct(fd))
-            os.fsync(fd)
-        except BaseException:
-            path.unlink(missing_ok=True)  # a full disk has room again for what is said about it
-            raise
+            at = run_files.open_own(self._root / directory)
+        except (NotADirectoryError, PermissionError) as error:
+            reason = f"{directory} is no directory of this user ({error.strerror}); see who else can write there"
+            raise PermissionError(errno.EPERM, reason) from None
+        try:
+            yield at
         finally:
-            os.close(fd)
+            os.close(at)
 
     def make(self, directory: str) -> None:
         self._make(self._root)
@@ -76,11 +96,12 @@ class Local(Place):
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode)
             if self._is_told:
-                directory.chmod(mode)
+                with self._own(os.fspath(directory)) as at:
+                    os.chmod(directory if at is None else at, mode)  # noqa: PTH101 (follows no link)
 
     def names_for(self, step: int, token: str) -> tuple[str, str]:
         # A step that is there already keeps its name until the new one is whole: there is no moment with neither.
-        is_taken = (self._root / f"step-{step}").exists()
+        is_taken = os.path.lexists(self._root / f"step-{step}")
         return f"step-{step}.tmp-{token}", f"step-{step}.{token}" if is_taken else f"step-{step}"
 
     def publish(self, aside: str, final: str) -> None:
@@ -195,6 +216,11 @@ class _Direct:
 
 def _is_aligned(view: memoryview) -> bool:
     return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNED == 0
+
+
+def _unlink(path: str, at: int | None) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path, dir_fd=at)
 
 
 def _unlock(fd: int, path: Path) -> None:

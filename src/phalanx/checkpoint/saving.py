@@ -105,7 +105,8 @@ class Saving:
         while not self.finish_own(timeout=10.0):
             still(time.monotonic() - self._started)
         if self._lost is not None:
-            raise CheckpointError(f"the checkpoint of step {self.step} could not be agreed on: {self._lost}")
+            reason = str(self._lost) or type(self._lost).__name__
+            raise CheckpointError(f"the checkpoint of step {self.step} could not be agreed on: {reason}")
         error = self._council.hear(self._key("outcome"), str, lambda _: still(time.monotonic() - self._started))
         if error:
             raise CheckpointError(error)
