@@ -83,7 +83,12 @@ def open_own(directory: Path) -> int:
 
 def open_to_read(path: Path, flags: int = 0) -> int:
     """Raises OSError for everything that is no plain file."""
-    fd = os.open(path, _READ | flags)
+    try:
+        fd = os.open(path, _READ | flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(error.errno, "it is a link, and none is followed here", str(path)) from None
+        raise
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 import phalanx as px
+from phalanx.checkpoint import command, manifest
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.local import Local
 from phalanx.errors import CheckpointError
+from tests.unit.test_checkpoint_format import rewrite
 
 
 def test_nothing_is_written_through_a_link_or_into_a_directory_of_another_user(
@@ -69,3 +73,55 @@ def test_an_error_without_a_text_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         checkpointer.save(1, extra={"a": torch.ones(1)})
         with pytest.raises(CheckpointError, match=r"could not be agreed on: ConnectionAbortedError$"):
             checkpointer.wait()
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    with px.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, extra={"a": torch.ones(4)})
+    return tmp_path / "step-5"
+
+
+@pytest.fixture
+def limit() -> Iterator[None]:
+    """A read that never ends is a failure."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it is still being read"))
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("limit")
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_has_no_end_is_not_read(
+    step: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links of a size that the manifest could have told are as long as their target's name."""
+    size = 0 if kind == "pipe" else len("/dev/zero")
+    rewrite(step, lambda fields: fields.update(tensors={}, files={"rank-0.safetensors": {"bytes": size, "crc32": 0}}))
+    monkeypatch.setattr(manifest, "_MOST_BYTES", 1 << 16)
+    (step / name).unlink()
+    os.mkfifo(step / name) if kind == "pipe" else (step / name).symlink_to("/dev/zero")
+    assert px.Checkpointer(step.parent).load_latest() is None
+    assert command.main(["verify", str(step.parent)]) == 1
+    words = "it is no plain file" if kind == "pipe" else "it is a link, and none is followed here"
+    assert capsys.readouterr().err.count(f"cannot be read: {words}") == 1
+
+
+def test_a_file_that_grows_is_read_as_far_as_it_was_said_to_go(step: Path) -> None:
+    place = Local(os.fspath(step.parent))
+    with (step / "rank-0.safetensors").open("r+b") as file:
+        file.truncate(1 << 26)
+    assert place.fact(step.name, "rank-0.safetensors", 100).bytes == 1 << 22
+
+
+def test_a_link_to_nothing_is_no_damage_and_keeps_nobody_from_saving(step: Path) -> None:
+    (step / "notes").symlink_to("nowhere")
+    (step.parent / "step-3").mkdir()
+    (step.parent / "step-3" / "notes").symlink_to("nowhere")
+    with px.Checkpointer(step.parent) as checkpointer:
+        assert checkpointer.steps() == [5]
+        checkpointer.save(6)
+    assert sorted(each.name for each in step.parent.iterdir()) == ["step-5", "step-6"]

@@ -46,10 +46,12 @@ class Local(Place):
             raise UsageError(f"{self.path} cannot be read: {error.strerror}; give another path.") from None
 
     def sizes(self, directory: str) -> dict[str, int]:
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self._root / directory)}
+        with os.scandir(self._root / directory) as found:
+            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
 
     def open(self, directory: str, name: str) -> IO[bytes]:
-        return (self._root / directory / name).open("rb")
+        path = self._root / directory / name
+        return os.fdopen(run_files.open_to_read(path, getattr(os, "O_BINARY", 0)), "rb")
 
     @contextlib.contextmanager
     def create(self, directory: str, name: str) -> Iterator[IO[bytes]]:

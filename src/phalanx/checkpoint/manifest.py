@@ -238,11 +238,11 @@ def read_manifest(place: Place, directory: str) -> Manifest:
 
 def check_file(place: Place, directory: str, name: str, manifest: Manifest) -> None:
     """Reads the whole file; raises Broken when it is not what was written."""
+    fact = manifest.files[name]
     try:
-        found = place.fact(directory, name)
+        found = place.fact(directory, name, fact.bytes)
     except OSError as error:
         raise Broken(f"{name} cannot be read: {error.strerror or error}") from None
-    fact = manifest.files[name]
     if found.bytes != fact.bytes:
         raise Broken(f"{name} has {found.bytes} bytes and should have {fact.bytes}")
     if found.crc32 != fact.crc32:

@@ -60,7 +60,7 @@ class Place(ABC):
 
     @abstractmethod
     def open(self, directory: str, name: str) -> IO[bytes]:
-        """For reading."""
+        """For reading. OSError for what is no plain file, which might have no end."""
 
     @abstractmethod
     def create(self, directory: str, name: str) -> AbstractContextManager[IO[bytes]]:
@@ -111,11 +111,11 @@ class Place(ABC):
             summed.write(content)
         return summed.fact
 
-    def fact(self, directory: str, name: str) -> Fact:
-        """Reads the file from end to end."""
+    def fact(self, directory: str, name: str, most: int) -> Fact:
+        """Reads the file from end to end, or until it has more bytes than ``most``."""
         size = crc = 0
         with self.open(directory, name) as file:
-            while piece := file.read(PIECE):
+            while size <= most and (piece := file.read(PIECE)):
                 size += len(piece)
                 crc = zlib.crc32(piece, crc)
         return Fact(size, crc)
