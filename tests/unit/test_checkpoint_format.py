@@ -235,6 +235,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "step of another type": _set("step", "5"),
     "negative step": _set("step", -1),
     "true as a step": _set("step", True),
+    "another step": _set("step", 9),
     "no files": lambda fields: fields.pop("files"),
     "files as a list": _set("files", []),
     "a path as a file": lambda fields: fields["files"].update({"../../etc/passwd": {"bytes": 1, "crc32": 1}}),
@@ -270,6 +271,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a group's parameters as a number": _set("values", "optimizer", "param_groups", 0, "params", 5),
     "parameters that are no names": _set("values", "optimizer", "param_groups", 0, "params", [[], []]),
     "an optimizer's state of another kind": _set("values", "optimizer", "state", []),
+    "values that share a tensor": _set("values", "extra", {"a": {"$tensor": "model.weight"}}),
 }
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "no tensor": lambda header: header.pop("model.weight"),

@@ -128,6 +128,7 @@ class Shards:
     def __init__(self, place: Place, directory: str, manifest: Manifest) -> None:
         self._place, self._directory, self._manifest = place, directory, manifest
         self._files: dict[str, tuple[IO[bytes], dict[str, Slot]]] = {}
+        self._names: set[str] = set()
 
     def __enter__(self) -> Shards:
         return self
@@ -137,10 +138,13 @@ class Shards:
             file.close()
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor, on the CPU."""
+        """The whole tensor, on the CPU. Each can be had once: together they are no larger than their files."""
         known = self._manifest.tensors.get(name)
         if known is None:
             raise Broken("a value of it names a tensor that it does not have")
+        if name in self._names:
+            raise Broken("two values of it name the same tensor")
+        self._names.add(name)
         tensor = torch.empty(known.shape, dtype=_DTYPES[known.dtype])
         for chunk in known.chunks:
             file, slots = self._open(file_of(chunk.rank))

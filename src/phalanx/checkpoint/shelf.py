@@ -54,7 +54,10 @@ class Shelf:
 
     def _entry(self, directory: str, step: int) -> Entry:
         try:
-            return Entry(step, directory, read_manifest(self.place, directory))
+            manifest = read_manifest(self.place, directory)
+            if manifest.step != step:
+                raise Broken(f"{MANIFEST} is that of step {manifest.step}")
+            return Entry(step, directory, manifest)
         except Broken as error:
             return Entry(step, directory, None, str(error))
 
