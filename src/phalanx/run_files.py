@@ -108,21 +108,19 @@ def read(path: Path, begin: int = 0, most: int | None = None) -> bytes:
 
 
 def open_base(base: Path) -> int:
-    """The directory of all runs, made if it is missing. One where another user, or all, could replace what is written
-    is refused; in one like /tmp, with the sticky bit, nobody else can."""
+    """The directory of all runs, made if it is missing. One of another user, who could replace what is written there,
+    is refused; in one like /tmp, with the sticky bit, nobody else can.
+
+    One of root or of this user that all can write to is taken: volumes of Kubernetes and mounts of WSL are like that. Who
+    moves a run directory there gains nothing by it, since its files are opened from its own descriptor.
+    """
     base.mkdir(mode=0o755, parents=True, exist_ok=True)
     at = os.open(base, _DIRECTORY)
     found = os.fstat(at)
-    if found.st_mode & stat.S_ISVTX:
-        return at
-    if found.st_uid != 0 and not _is_own(at):
-        why = _OTHERS.format(found.st_uid)
-    elif found.st_mode & stat.S_IWOTH:
-        why = f"all users can replace what is written there (mode {stat.S_IMODE(found.st_mode):04o}; chmod o-w helps)"
-    else:
+    if found.st_uid == 0 or found.st_mode & stat.S_ISVTX or _is_own(at):
         return at
     os.close(at)
-    raise PermissionError(errno.EPERM, why, str(base))
+    raise PermissionError(errno.EPERM, _OTHERS.format(found.st_uid), str(base))
 
 
 def point(base: int, name: str, link: str) -> None:
