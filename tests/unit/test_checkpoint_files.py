@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import phalanx as px
 from phalanx.checkpoint import command, manifest
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.local import Local
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, UsageError
 from tests.unit.test_checkpoint_format import rewrite
 
 
@@ -125,3 +127,20 @@ def test_a_link_to_nothing_is_no_damage_and_keeps_nobody_from_saving(step: Path)
         assert checkpointer.steps() == [5]
         checkpointer.save(6)
     assert sorted(each.name for each in step.parent.iterdir()) == ["step-5", "step-6"]
+
+
+def test_two_checkpointers_of_one_process_do_not_write_to_one_place(step: Path, tmp_path: Path) -> None:
+    """By whatever name; and the refusal does not end the lock of the first."""
+    alias = tmp_path / "alias"
+    alias.symlink_to(step.parent)
+    first, second = px.Checkpointer(step.parent), px.Checkpointer(alias)
+    first.save(6)
+    with pytest.raises(UsageError, match=r"by another px\.Checkpointer of this process; close\(\) that one first"):
+        second.save(6)
+    code = "import sys\nfrom phalanx.checkpoint.local import Local\nLocal(sys.argv[1]).lock()"
+    other = subprocess.run([sys.executable, "-c", code, str(alias)], capture_output=True, text=True, check=False)
+    assert f"are being written by pid {os.getpid()} on host" in other.stderr
+    first.close()
+    with second:
+        second.save(7)
+    assert px.Checkpointer(alias).steps() == [5, 6, 7]

@@ -24,6 +24,9 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 """Windows has neither."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | _NO_LINK
 _LEAST_DIRECT = 1 << 20
+_locked: dict[tuple[int, int, int], Place] = {}
+"""By process, device and inode: the roots that this process writes to. A record lock is that of the whole process, and
+is lost when any file descriptor of its file is closed."""
 
 
 class Local(Place):
@@ -128,12 +131,34 @@ class Local(Place):
         return shutil.disk_usage(self._root).free
 
     def lock(self) -> Callable[[], None]:
+        self._make(self._root)
+        root = self._root.stat()
+        key = os.getpid(), root.st_dev, root.st_ino
+        if _locked.setdefault(key, self) is not self:
+            raise UsageError(
+                f"checkpoints in {self.path} are being written by another px.Checkpointer of this process; "
+                "close() that one first, or give this one another path."
+            )
+        try:
+            unlock = self._lock()
+        except BaseException:
+            del _locked[key]
+            raise
+
+        def end() -> None:
+            try:
+                unlock()
+            finally:
+                del _locked[key]
+
+        return end
+
+    def _lock(self) -> Callable[[], None]:
         """A record lock: it ends with the process, however that ends, and no child inherits it. Windows has none."""
         try:
             import fcntl
         except ImportError:
             return lambda: None
-        self._make(self._root)
         path = self._root / _LOCK
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINK, self._mode)
