@@ -111,8 +111,8 @@ def open_base(base: Path) -> int:
     """The directory of all runs, made if it is missing. One of another user, who could replace what is written there,
     is refused; in one like /tmp, with the sticky bit, nobody else can.
 
-    One of root or of this user that all can write to is taken: volumes of Kubernetes and mounts of WSL are like that. Who
-    moves a run directory there gains nothing by it, since its files are opened from its own descriptor.
+    One of root or of this user that all can write to is taken: volumes of Kubernetes and mounts of WSL are like that.
+    Who moves a run directory there gains nothing by it, since its files are opened from its own descriptor.
     """
     base.mkdir(mode=0o755, parents=True, exist_ok=True)
     at = os.open(base, _DIRECTORY)

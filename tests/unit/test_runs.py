@@ -12,7 +12,7 @@ import pytest
 
 from phalanx import events
 from phalanx.diagnose import report_command, runs
-from phalanx.errors import LaunchError, UsageError
+from phalanx.errors import UsageError
 from phalanx.launch.console import Console
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
