@@ -79,7 +79,7 @@ test-python:
 define smoke
 @[ -n "$(VERSION)" ] || { echo "which one? make $@ VERSION=…"; exit 2; }
 trap 'rm -rf .venv-$(2)' EXIT INT TERM; $(1) -m venv .venv-$(2) && \
-.venv-$(2)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'pytest>=8' $(3) && \
+.venv-$(2)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'pytest>=8' 'hypothesis>=6.100' $(3) && \
 .venv-$(2)/bin/python -m pytest @tests/smoke.txt
 endef
 
