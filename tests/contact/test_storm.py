@@ -187,7 +187,8 @@ def test_a_storm_of_kills(storm: Callable[..., Storm], record_property) -> None:
     code, result, err = disturbed.end()
     assert code == 0, err
     assert sum("starting again" in line for line in err.splitlines()) == kills, err
-    assert "Traceback" not in err
+    # A killed loader's parent prints what Python's own threads say of it; of the launcher there is nothing.
+    assert not [line for line in err.splitlines() if "Traceback" in line and not line.startswith("[rank ")], err
     assert result
     assert result == undisturbed.end()[1]
     record_property("result", f"{kills} kills, {len(hits) - kills} stops, {steps} steps; weights as without them")
