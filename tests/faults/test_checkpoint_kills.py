@@ -159,9 +159,13 @@ class Fuse:
         os.fsync = self._before_sync  # it has no audit event, and neither has a write
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in _CHANGES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+        if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            # The event does not say in which directory a relative name is opened; only checkpoints are, here.
+            if isinstance(arguments[0], str) and arguments[0].startswith((self._path, "rank-", "manifest")):
+                self.burn()
+        elif event in _CHANGES:
             place = arguments[0]
-            if isinstance(place, str) and not place.startswith("/") and arguments[-1] >= 0:  # rmtree's way
+            if isinstance(place, str) and not place.startswith("/") and arguments[-1] >= 0:  # by a descriptor
                 place = os.path.join(os.readlink(f"/proc/self/fd/{arguments[-1]}"), place)
             if isinstance(place, str | os.PathLike) and os.fspath(place).startswith(self._path):
                 self.burn()
