@@ -244,7 +244,9 @@ def test_a_loaders_worker_is_killed(number: int, phalanx: Runner, script) -> Non
     assert outcome.code == 1
     assert f"is killed by signal: {signal.strsignal(number)}" in outcome.complaint[0], outcome.err
     assert ("/dev/shm has room" in shown(outcome)) == (number == signal.SIGBUS)
-    assert any("train.py:14: list(DataLoader(Deadly(), num_workers=1))" in line for line in outcome.complaint)
+    assert any("train.py:14: list(DataLoader(Deadly(), num_workers=1))" in line for line in outcome.complaint), (
+        outcome.err
+    )
     # torch raises wherever Python happens to be. In a destructor, Python shows it and goes on.
     ignored = r"Exception ignored in.*?RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: [^\n]*\n"
     rest = re.sub(ignored, "", outcome.err, flags=re.DOTALL)

@@ -56,6 +56,14 @@ def test_raised_after_the_script_it_has_the_scripts_lines() -> None:
     assert functions(hindsight.script_side(raised.value, user_side)) == ["script"]
 
 
+def test_raised_in_the_standard_library_after_the_script_it_has_the_scripts_lines() -> None:
+    """As when the launcher is on its way to turn the handler off, within signal.getsignal."""
+    with pytest.raises(RuntimeError) as raised:
+        run_of(script, threading.Thread(target=handler()).run)
+    assert functions(user_side(raised.value.__traceback__)) == ["run", "handler"]
+    assert functions(hindsight.script_side(raised.value, user_side)) == ["script"]
+
+
 def test_raised_within_the_script_it_has_its_own() -> None:
     def interrupted_script() -> None:
         handler()()

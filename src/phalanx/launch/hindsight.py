@@ -80,9 +80,13 @@ def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
 
 
 def script_side(error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]) -> Any:
-    """The traceback of the script, also if that handler has raised when the script was over already."""
+    """The traceback of the script, also if that handler has raised when the script was over already.
+
+    It can come in any frame of ours, and in one of the standard library that ours have called.
+    """
     trace = user_side(error.__traceback__)
-    is_late = trace is None or (trace.tb_next is None and trace.tb_frame.f_code.co_filename.endswith(_HANDLER))
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    is_late = not files or (files[-1].endswith(_HANDLER) and not any(is_users(f, program_package()) for f in files))
     return user_side(error.__context__.__traceback__) if is_late and error.__context__ is not None else trace
 
 
