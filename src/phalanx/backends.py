@@ -18,9 +18,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx import ballot, env, notices, status, torch_compat
+from phalanx import env, notices, status, torch_compat
 from phalanx.errors import UsageError
 from phalanx.status import layout
+from phalanx.store import vote
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def choose(asked: str | None, world_size: int | None = None, timeout: float = _T
     if size is not None and size == here:
         return _choose_here(asked, size) if wants_shm else asked
     # Nothing known of the nodes, a world of the script's own making, or a launcher that is not ours.
-    if size is None or here is None or world_size not in (None, size) or not ballot.has_store():
+    if size is None or here is None or world_size not in (None, size) or not vote.has_store():
         return asked
     return _choose_together(asked, wants_shm, timeout)
 
@@ -83,7 +84,7 @@ def _choose_together(asked: str | None, wants_shm: bool, timeout: float) -> str 
 @functools.cache
 def _objection(against: str | None, timeout: float) -> str | None:
     """One vote is enough for a process, whatever number of groups it forms one after the other."""
-    return ballot.objection("shm", against, timeout)
+    return vote.objection("shm", against, timeout)
 
 
 def settle(asked: str | None, device: torch.device, world_size: int, timeout: float) -> str:

@@ -9,11 +9,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import arguments, backends, cluster, seeds, stores, torch_compat
+from phalanx import argparser, backends, cluster, seeds, torch_compat
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
-from phalanx.join import Claim, Meeting, meet, open_store, say_goodbye, url_of
+from phalanx.store import tcp_store
+from phalanx.store.join import Claim, Meeting, meet, open_store, say_goodbye, url_of
 
 if TYPE_CHECKING:
     import torch
@@ -120,13 +121,13 @@ def init(
 
     if dist.is_initialized():
         raise UsageError("the process group exists already; call px.init() once, or leave its `with` block first.")
-    limit = arguments.seconds("timeout", timeout)
-    seed = seed if seed is None else arguments.whole_number("seed", seed, -(2**63), 2**64 - 1)  # torch's bounds
+    limit = argparser.seconds("timeout", timeout)
+    seed = seed if seed is None else argparser.whole_number("seed", seed, -(2**63), 2**64 - 1)  # torch's bounds
     for name, value in (("backend", backend), ("init_method", init_method)):
         if not isinstance(value, str | None):
-            raise UsageError(f"{name} is {arguments.shown(value)}; give a name, or leave it out.")
+            raise UsageError(f"{name} is {argparser.shown(value)}; give a name, or leave it out.")
     if not isinstance(store, dist.Store | None):
-        raise UsageError(f"store is {arguments.shown(store)}; give a torch.distributed.Store, or leave it out.")
+        raise UsageError(f"store is {argparser.shown(store)}; give a torch.distributed.Store, or leave it out.")
     situation = _settle(cluster.find(os.environ), rank, world_size)
     place = _device(device, situation)
     name = backends.settle(backend, place, situation.world_size, limit or _JOIN_TIMEOUT)
@@ -217,7 +218,7 @@ def _device(asked: str | torch.device | None, situation: Situation) -> torch.dev
     import torch
 
     fitting = "cuda" if torch.cuda.is_available() else "cpu"
-    device = arguments.device(asked if asked is not None else fitting)
+    device = argparser.device(asked if asked is not None else fitting)
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
@@ -253,7 +254,7 @@ def _meet(situation: Situation, init_method: str | None, store: Any, limit: floa
 
 
 def _alone(situation: Situation) -> tuple[Meeting, str]:
-    return meet(stores.private(), situation.rank, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
+    return meet(tcp_store.private(), situation.rank, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
 
 
 def _for_this_attempt(store: Any) -> Any:

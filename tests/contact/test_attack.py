@@ -23,8 +23,8 @@ import pytest
 from phalanx import events, status
 from phalanx.diagnose import inspect, report_command
 from phalanx.errors import ForeignData, UsageError
-from phalanx.join import Claim
 from phalanx.shm import messages, segment
+from phalanx.store.join import Claim
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port
 
 pytestmark = pytest.mark.skipif(

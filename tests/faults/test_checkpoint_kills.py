@@ -28,7 +28,7 @@ from phalanx import world as worlds
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.shelf import Shelf
 from phalanx.errors import CheckpointError, PeerFailed
-from phalanx.join import Claim, Meeting
+from phalanx.store.join import Claim, Meeting
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]

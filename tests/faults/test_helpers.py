@@ -16,8 +16,8 @@ import pytest
 
 from phalanx import ports
 from phalanx.diagnose import processes
+from phalanx.fd_channel import Channel
 from phalanx.launch import orphans
-from phalanx.launch.channel import Channel
 from phalanx.launch.helpers import HelperLost
 from phalanx.launch.nursery import Nursery
 from tests.conftest import WITHOUT_TORCH, start, told

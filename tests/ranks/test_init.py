@@ -281,7 +281,7 @@ def test_meeting_is_checked_even_with_a_store_that_lies(run_ranks: RunRanks) -> 
 
         import torch.distributed as dist
 
-        from phalanx.join import meet
+        from phalanx.store.join import meet
 
         store = dist.HashStore()
         prefix = dist.PrefixStore("phalanx/world-0/join", store)

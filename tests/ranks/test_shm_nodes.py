@@ -13,8 +13,8 @@ from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx as px
-from phalanx import join
 from phalanx.errors import UsageError
+from phalanx.store import join
 from phalanx.world import World
 from tests.ranks.test_shm import check_moves, equal, operators, reduced, sample
 

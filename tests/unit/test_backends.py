@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from phalanx import backends, ballot, env, notices, shm
+from phalanx import backends, env, notices, shm
 from phalanx.errors import JoinError, UsageError
 from phalanx.launch.member import Member
 from phalanx.launch.spec import placements
 from phalanx.launch.watch import Watch
+from phalanx.store import vote
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], Electio
 
     def hold(others: str | None) -> Election:
         election = Election(others)
-        monkeypatch.setattr(backends.ballot, "objection", election.objection)
+        monkeypatch.setattr(backends.vote, "objection", election.objection)
         return election
 
     backends._objection.cache_clear()
@@ -140,7 +141,7 @@ def cast(reasons: Sequence[str | None], timeout: float = 10.0, size: int = 0) ->
 
     def one(rank: int) -> Any:
         try:
-            return ballot.vote(store, rank, size or len(reasons), reasons[rank], timeout)
+            return vote.vote(store, rank, size or len(reasons), reasons[rank], timeout)
         except JoinError as error:
             return str(error)
 
@@ -156,7 +157,7 @@ def test_all_ranks_get_one_verdict() -> None:
 
 
 def test_a_vote_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballot, "_SLICE", 0.05)
+    monkeypatch.setattr(vote, "_SLICE", 0.05)
     found = cast([None, None], timeout=0.1, size=4)
     for rank, text in enumerate(found):
         assert text == f"rank {rank} waited 0 s for 2 of 4 ranks to join: 2, 3; they have not called init, or died."
@@ -164,12 +165,12 @@ def test_a_vote_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_rank_that_votes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ballot, "_SLICE", 0.05)
+    monkeypatch.setattr(vote, "_SLICE", 0.05)
     store = dist.HashStore()
     for _ in range(2):
         with pytest.raises(JoinError):
-            ballot.vote(store, 0, 2, None, 0.01)
-    assert ballot.vote(store, 1, 2, "no compiler", 5.0) == "no compiler"
+            vote.vote(store, 0, 2, None, 0.01)
+    assert vote.vote(store, 1, 2, "no compiler", 5.0) == "no compiler"
 
 
 def test_without_the_library_the_reason_is_said(

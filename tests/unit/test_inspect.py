@@ -16,10 +16,10 @@ from phalanx import cli, events, status
 from phalanx.diagnose import inspect, standing
 from phalanx.diagnose.inspect import View
 from phalanx.diagnose.processes import ProcessFacts
-from phalanx.diagnose.stacks import Line, Thread
 from phalanx.diagnose.standing import RankLook, Row, row
 from phalanx.status import Collective, Place, Status, Window, layout
 from phalanx.status.page import StatusPage
+from phalanx.status.stack_parser import Line, Thread
 
 NOW = 1_000_000.0
 WAITS = Collective(

@@ -11,7 +11,7 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from phalanx.join import wait_for
+from phalanx.store.join import wait_for
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_a_key_that_does_not_come_is_not_a_word_of_torchs() -> None:
     code = """
         import time
         from torch.distributed import TCPStore
-        from phalanx.join import wait_for
+        from phalanx.store.join import wait_for
         store = TCPStore("127.0.0.1", 0, is_master=True)
         started = time.monotonic()
         assert not wait_for(store, "never", 0.2)

@@ -15,9 +15,7 @@ from typing import Any, cast
 import pytest
 
 from phalanx import events, status
-from phalanx.diagnose import rank_record
 from phalanx.diagnose.patience import Sighting
-from phalanx.diagnose.rank_record import RankRecord, Vitals
 from phalanx.launch import crew, inquiry, vigil, vitals
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
 from phalanx.launch.sentries import Sentries
@@ -25,8 +23,9 @@ from phalanx.launch.spec import LaunchSpec, Program, placements
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.tidings import Tidings
 from phalanx.launch.vigil import Vigil
-from phalanx.status import layout
+from phalanx.status import layout, rank_record
 from phalanx.status.page import StatusPage
+from phalanx.status.rank_record import RankRecord, Vitals
 
 STALL_AFTER = 0.5
 LONG = 20.0

@@ -14,11 +14,12 @@ from types import CodeType
 
 import pytest
 
-from phalanx import status, stores
-from phalanx.diagnose.stacks import from_faulthandler
-from phalanx.status import layout, places
+from phalanx import status
+from phalanx.status import code_lines, layout
 from phalanx.status.page import Flight, StatusPage
+from phalanx.status.stack_parser import from_faulthandler
 from phalanx.status.stacks import text_of_stacks
+from phalanx.store import tcp_store
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def _visit(page: StatusPage, file: str) -> int:
 
 
 def test_code_that_is_compiled_all_the_time_is_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "_MOST_CODES", 50)
+    monkeypatch.setattr(code_lines, "_MOST_CODES", 50)
     page = StatusPage(path)
     page.places.never_users([__file__])
     group = page.group("0", [0])
@@ -343,5 +344,5 @@ def test_the_address_of_a_store_is_noted_whole_or_not_at_all(path: Path) -> None
         found = status.read(path)
         assert found is not None
         assert found.connecting == noted
-    assert stores.why_unreachable("a" * 48, 1.0) == ""
-    assert stores.why_unreachable("a..b:1", 1.0) == "the name a..b cannot be resolved"
+    assert tcp_store.why_unreachable("a" * 48, 1.0) == ""
+    assert tcp_store.why_unreachable("a..b:1", 1.0) == "the name a..b cannot be resolved"

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.arguments import Parser
+from phalanx.argparser import Parser
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx import attempt, status
 from phalanx import world as worlds
-from phalanx.arguments import whole_number
+from phalanx.argparser import whole_number
 from phalanx.checkpoint import layout, schedule, shares
 from phalanx.checkpoint.council import Council
 from phalanx.checkpoint.finder import Finder

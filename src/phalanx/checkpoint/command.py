@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from phalanx.arguments import Parser
+from phalanx.argparser import Parser
 from phalanx.checkpoint.place import open_place
 from phalanx.checkpoint.shelf import Entry, Shelf
 from phalanx.checkpoint.words import in_bytes

@@ -11,10 +11,10 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from phalanx import stores
 from phalanx import world as worlds
 from phalanx.errors import CheckpointError, PeerFailed, UsageError
-from phalanx.join import wait_for
+from phalanx.store import tcp_store
+from phalanx.store.join import wait_for
 
 _SLICE = 2.0
 _MOST_A_KEY = 1 << 22
@@ -33,7 +33,7 @@ class Council:
 
         self.world = worlds.current()
         self.rank, self.size = self.world.rank, self.world.size
-        shared = self.world.store if self.world.store is not None else stores.private()
+        shared = self.world.store if self.world.store is not None else tcp_store.private()
         self._store: Any = PrefixStore(f"phalanx/checkpoint-{next(_numbers)}", shared)
         self._turn = self._turn_of_save = 0
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from phalanx import world as worlds
-from phalanx.arguments import whole_number
+from phalanx.argparser import whole_number
 from phalanx.checkpoint import dice, optimizers
 from phalanx.errors import UsageError
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx import env
-from phalanx.arguments import whole_number
+from phalanx.argparser import whole_number
 from phalanx.errors import UsageError
 from phalanx.ports import check_port
 

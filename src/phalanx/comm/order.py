@@ -12,10 +12,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from phalanx import cluster, status
 from phalanx import world as worlds
-from phalanx.arguments import shown
+from phalanx.argparser import shown
 from phalanx.errors import PeerFailed, UsageError
-from phalanx.join import wait_for
 from phalanx.status import layout
+from phalanx.store.join import wait_for
 from phalanx.world import World
 
 _P = ParamSpec("_P")

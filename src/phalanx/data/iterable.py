@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from phalanx.arguments import shown
+from phalanx.argparser import shown
 from phalanx.data.place import find_place
 from phalanx.errors import UsageError
 

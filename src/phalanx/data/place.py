@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from phalanx import world as worlds
-from phalanx.arguments import whole_number
+from phalanx.argparser import whole_number
 from phalanx.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from torch.utils.data import Sampler
 
-from phalanx.arguments import shown, whole_number
+from phalanx.argparser import shown, whole_number
 from phalanx.data.permutation import LONGEST, Permutation
 from phalanx.data.place import find_place
 from phalanx.errors import UsageError

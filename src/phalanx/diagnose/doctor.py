@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 
-from phalanx.arguments import Parser
+from phalanx.argparser import Parser
 from phalanx.diagnose import check_machine, check_network, check_software, checkup
 from phalanx.diagnose.checkup import Finding
 from phalanx.diagnose.facts import Facts

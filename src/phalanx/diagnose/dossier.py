@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from phalanx.diagnose.rank_record import RankRecord, Vitals
-from phalanx.diagnose.stacks import Thread
+from phalanx.status.rank_record import RankRecord, Vitals
+from phalanx.status.stack_parser import Thread
 
 _LAUNCHER = (str(Path(__file__).parents[1] / "launch"), "<string>")
 

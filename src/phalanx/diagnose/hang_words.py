@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.diagnose.hang import Elsewhere, Hang, Waiting
-from phalanx.diagnose.rank_record import MESSAGES, UNNAMED, Child, RankRecord
 from phalanx.diagnose.report import clip
-from phalanx.diagnose.stacks import Line
 from phalanx.diagnose.whereabouts import Whereabouts, helper_line
 from phalanx.status.layout import runs_of
+from phalanx.status.rank_record import MESSAGES, UNNAMED, Child, RankRecord
+from phalanx.status.stack_parser import Line
 
 _MOST_WAITING, _MOST_ELSEWHERE = 3, 3
 _DOES = {

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import events, status
-from phalanx.arguments import Parser
+from phalanx.argparser import Parser
 from phalanx.diagnose import conditions, processes, standing
 from phalanx.diagnose.dossier import stack_lines
 from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.runs import as_written, read_json
-from phalanx.diagnose.stacks import Thread, main_thread
 from phalanx.diagnose.standing import RankLook, Row
 from phalanx.errors import UsageError
 from phalanx.status.layout import start_ticks
+from phalanx.status.stack_parser import Thread, main_thread
 
 _DESCRIPTION = """\
 Shows what each rank of a run on this machine is doing: its step, its phase and for how long, the collective that it

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.rank_record import RankRecord
+from phalanx.status.rank_record import RankRecord
 
 WHILE_WORKING = 4
 WHILE_STARTING = 10

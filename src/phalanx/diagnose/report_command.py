@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import events, status
-from phalanx.arguments import Parser
+from phalanx.argparser import Parser
 from phalanx.diagnose import runs
 from phalanx.diagnose.checkup import in_bytes
 from phalanx.diagnose.report import clip, headline, shorten_path

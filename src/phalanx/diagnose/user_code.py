@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.status.places import installed_package
+from phalanx.status.code_lines import installed_package
 
 # A rank may run under another interpreter than we do, so its library is known by the look of its path as well.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/")

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.rank_record import Child, RankRecord, Vitals
-from phalanx.diagnose.stacks import Line, Thread, main_thread
+from phalanx.status.rank_record import Child, RankRecord, Vitals
+from phalanx.status.stack_parser import Line, Thread, main_thread
 
 _SWAPPED = 16 << 20
 _FAULTS = 20.0

@@ -15,13 +15,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from phalanx import run_files, stores
+from phalanx import run_files
 from phalanx.errors import PhalanxError
 from phalanx.events import KEEPER_LOG
-from phalanx.launch.channel import Channel
+from phalanx.fd_channel import Channel
 from phalanx.launch.elastic import Gathering, RunOver, Terms
 from phalanx.launch.lookout import BEAT, SILENCE, Lookout, say_gone
 from phalanx.launch.rendezvous import Book, NodeCard, NodesMissing, Page, Round, wait_for, within
+from phalanx.store import tcp_store
 
 _LAST_WORDS = 5.0
 _VERDICT_STAYS = 1.0
@@ -100,8 +101,8 @@ class Envoy:
 
     def _open(self, host: str, port: int, timeout: float) -> None:
         if self._listener is not None:
-            self._hosted = stores.serve(host, self._listener, timeout=60.0)
-        self._connect = lambda: stores.connect(host, port, timeout, lambda text: self._tell("note", text=text))
+            self._hosted = tcp_store.serve(host, self._listener, timeout=60.0)
+        self._connect = lambda: tcp_store.connect(host, port, timeout, lambda text: self._tell("note", text=text))
         self._store = self._connect()
 
     def _gather(self, card: NodeCard, terms: Terms) -> Round:
@@ -142,7 +143,7 @@ class Envoy:
         listener = socket.create_server(
             (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=socket.SOMAXCONN
         )
-        self._workers = listener, stores.serve(address, listener, timeout=60.0)
+        self._workers = listener, tcp_store.serve(address, listener, timeout=60.0)
         page.open_at(address, listener.getsockname()[1])
 
     def _stop(self, message: dict[str, Any]) -> None:

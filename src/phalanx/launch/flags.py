@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from phalanx import arguments
+from phalanx import argparser
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
 from phalanx.launch import numa
@@ -140,7 +140,7 @@ examples:
 """
 
 
-class Parser(arguments.Parser):
+class Parser(argparser.Parser):
     """It knows torchrun's flags, too, and those of other launchers."""
 
     habits = dict.fromkeys(("-n", "-np", "--num-processes", "--num_processes"), "--nproc-per-node")

@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.diagnose.reduction import missing_gradients
 from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.user_code import is_users
-from phalanx.status.places import program_package
+from phalanx.status.code_lines import program_package
 
 _MOMENT = 1.0
 _MOST_DEATHS = 100

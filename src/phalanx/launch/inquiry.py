@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx import status, stores
-from phalanx.diagnose.rank_record import UNNAMED, RankRecord
+from phalanx import status
 from phalanx.diagnose.report import shorten_path
-from phalanx.diagnose.stacks import source_of
 from phalanx.launch.stacks import Wanted, stacks_of
+from phalanx.status.rank_record import UNNAMED, RankRecord
+from phalanx.status.stack_parser import source_of
+from phalanx.store import tcp_store
 
 _LONGEST = 6.0
 _LAST_WORDS = 2.0
@@ -102,7 +103,7 @@ class Inquiry:
         places = {one.place: _shortened(one.place) for one in page.collectives if one.place is not None}
         sources = {f"{shown.file}:{shown.line}": source_of(real.file, real.line) for real, shown in places.items()}
         collectives = (replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
-        unreachable = stores.why_unreachable(page.connecting, _ANSWER) if page.connecting else ""
+        unreachable = tcp_store.why_unreachable(page.connecting, _ANSWER) if page.connecting else ""
         known = replace(page, collectives=tuple(collectives))
         return replace(record, status=known, sources=sources, unreachable=unreachable)
 

@@ -11,9 +11,9 @@ import signal
 import socket
 from typing import Any
 
-from phalanx import stores
+from phalanx.fd_channel import Channel
 from phalanx.launch import orphans
-from phalanx.launch.channel import Channel
+from phalanx.store import tcp_store
 
 _ZYGOTE_SECONDS = 15.0
 """Longer than it takes for a process that cannot be killed."""
@@ -42,5 +42,5 @@ def _serve_workers(channel: Channel, listener: socket.socket) -> None:
         message, _ = received
         if message["op"] == "fresh":
             del store  # its thread ends and its connections close before the next one starts
-            store = stores.serve(listener.getsockname()[0], listener, timeout=60.0)
+            store = tcp_store.serve(listener.getsockname()[0], listener, timeout=60.0)
             channel.send({"event": "fresh"})

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from phalanx import events, plain
 from phalanx.diagnose import crashes
-from phalanx.diagnose.rank_record import ThreadDeath
 from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.errors import ForeignData
 from phalanx.launch.console import Console
 from phalanx.launch.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
 from phalanx.launch.nursery import Exited
 from phalanx.launch.spec import LaunchSpec, Placement
+from phalanx.status.rank_record import ThreadDeath
 
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400

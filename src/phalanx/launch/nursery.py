@@ -20,8 +20,8 @@ from functools import partial
 
 from phalanx import secret
 from phalanx.errors import LaunchError
+from phalanx.fd_channel import Channel
 from phalanx.launch import boot, helpers, orphans
-from phalanx.launch.channel import Channel
 from phalanx.launch.helpers import HelperLost, how_ended
 from phalanx.launch.spec import WorkerSpec
 

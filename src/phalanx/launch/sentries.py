@@ -12,9 +12,7 @@ from typing import Any
 from phalanx import status
 from phalanx.diagnose.findings import is_victim
 from phalanx.diagnose.oom import Counters
-from phalanx.diagnose.rank_record import MESSAGES
 from phalanx.diagnose.report import users_line
-from phalanx.diagnose.stacks import source_of
 from phalanx.events import Ending, Frame
 from phalanx.launch.hearing import Hearing
 from phalanx.launch.memory import MemoryWatch
@@ -24,6 +22,8 @@ from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.voice import Voice
 from phalanx.launch.watch import Watch
+from phalanx.status.rank_record import MESSAGES
+from phalanx.status.stack_parser import source_of
 
 
 class Sentries:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from phalanx import ports, systems
-from phalanx.arguments import shown, whole_number
+from phalanx.argparser import shown, whole_number
 from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
+from phalanx.fd_channel import anonymous_file
 from phalanx.launch import boot
-from phalanx.launch.channel import anonymous_file
 from phalanx.launch.spec import (
     LaunchSpec,
     Placement,

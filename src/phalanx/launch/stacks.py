@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import run_files, status
-from phalanx.diagnose import stacks
-from phalanx.diagnose.stacks import Thread
 from phalanx.launch import vitals
+from phalanx.status import stack_parser
+from phalanx.status.stack_parser import Thread
 
 _MOST_AT_ONCE = 16
 _ANSWER = 0.5
@@ -55,7 +55,7 @@ def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thre
         for pid in (one.pid, *one.children):
             if not found.get(pid) and time.monotonic() < deadline:
                 found[pid] = _by_py_spy(pid)
-    return {pid: stacks.with_sources(threads) for pid, threads in found.items()}
+    return {pid: stack_parser.with_sources(threads) for pid, threads in found.items()}
 
 
 def of_ranks(pids: Mapping[int, int], directory: Path) -> dict[int, tuple[Thread, ...]]:
@@ -79,7 +79,7 @@ def _by_recorder(one: Wanted) -> tuple[Thread, ...]:
         has_answered = status.ask_stacks(one.page, _ANSWER)
     except (OSError, ValueError):  # it has no page, or an empty one
         return ()
-    return stacks.from_faulthandler(_tail(one.file, begin)) if has_answered else ()
+    return stack_parser.from_faulthandler(_tail(one.file, begin)) if has_answered else ()
 
 
 # ---- by a signal
@@ -97,7 +97,7 @@ def _by_signal(asked: Mapping[int, Path]) -> dict[int, tuple[Thread, ...]]:
             size = _size(file)
             if size != sizes[pid]:
                 sizes[pid], settled_at[pid] = size, time.monotonic()
-    return {pid: stacks.from_faulthandler(_tail(file, begins[pid])) for pid, file in answers.items()}
+    return {pid: stack_parser.from_faulthandler(_tail(file, begins[pid])) for pid, file in answers.items()}
 
 
 def _is_settled(moment: float) -> bool:
@@ -162,7 +162,7 @@ def _by_py_spy(pid: int) -> tuple[Thread, ...]:
             timeout=_LONGEST_PY_SPY,
             check=True,
         )
-        return stacks.from_py_spy(done.stdout.decode(errors="replace"))
+        return stack_parser.from_py_spy(done.stdout.decode(errors="replace"))
     return ()
 
 

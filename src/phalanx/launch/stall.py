@@ -16,11 +16,11 @@ from phalanx.diagnose.dossier import dossier
 from phalanx.diagnose.hang import Hang, find_hang
 from phalanx.diagnose.hang_words import go_on, headline, verdict_lines
 from phalanx.diagnose.patience import Sighting, patience, sighting_of
-from phalanx.diagnose.rank_record import RankRecord
 from phalanx.launch.hearing import Announcement, Hearing, Report
 from phalanx.launch.inquiry import Inquiry, Subject
 from phalanx.launch.member import Member
 from phalanx.launch.vigil import Vigil
+from phalanx.status.rank_record import RankRecord
 
 _AGAIN = 10
 """A verdict that has not changed is said again after ten times as long."""

@@ -19,7 +19,7 @@ from types import ModuleType
 def install() -> None:
     """torch is imported."""
     importlib.import_module("phalanx.backends").install()
-    importlib.import_module("phalanx.stores").install()
+    importlib.import_module("phalanx.store.tcp_store").install()
     importlib.import_module("phalanx.recorder").install()
 
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx import status
-from phalanx.diagnose.rank_record import Child, RankRecord
 from phalanx.launch.inquiry import Subject
 from phalanx.launch.member import Member
 from phalanx.launch.vitals import Chart, command_of
+from phalanx.status.rank_record import Child, RankRecord
 
 _SLEPT = 5.0
 """Seconds without a look: it was us who stood still, stopped or on a machine that was asleep."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.diagnose.processes import ProcessFacts, facts, lock_holder
-from phalanx.diagnose.rank_record import Vitals
 from phalanx.launch import orphans, sockets
+from phalanx.status.rank_record import Vitals
 
 
 @dataclass(frozen=True)

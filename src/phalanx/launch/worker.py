@@ -28,8 +28,8 @@ from typing import Any
 
 from phalanx import notices, secret, status
 from phalanx.events import ErrorRecord, Frame
+from phalanx.fd_channel import anonymous_file
 from phalanx.launch import boot, hindsight, orphans, torch_hook
-from phalanx.launch.channel import anonymous_file
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
 from phalanx.status import layout

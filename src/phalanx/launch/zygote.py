@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx import secret
+from phalanx.fd_channel import Channel
 from phalanx.launch import keeper, orphans, sacrifice, torch_hook, worker
-from phalanx.launch.channel import Channel
 from phalanx.launch.disguise import Disguise
 from phalanx.launch.spec import WorkerSpec
 from phalanx.launch.worker import FOR_THE_WORKERS

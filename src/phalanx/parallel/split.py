@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from phalanx import arguments
+from phalanx import argparser
 from phalanx.errors import UsageError
 
 Device = str | int | torch.device
@@ -37,7 +37,7 @@ def _move_inputs(
 
 
 def _device(place: Device) -> torch.device:
-    device = arguments.device(place)
+    device = argparser.device(place)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"a part is to go to {device}, but torch sees {torch.cuda.device_count()} card(s).")
     return device

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx import arguments
+from phalanx import argparser
 from phalanx import world as worlds
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import Alone, OneProcess
@@ -69,7 +69,7 @@ def data_parallel(
     check_compression(compress)
     _check_options(ddp_options)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"the model is {arguments.shown(model)}; give an nn.Module.")
+        raise UsageError(f"the model is {argparser.shown(model)}; give an nn.Module.")
     if isinstance(model, DistributedDataParallel | OneProcess):
         raise UsageError("the model is wrapped already; give data_parallel the model inside, model.module.")
     sharded = next((name for name, parameter in model.named_parameters() if hasattr(parameter, "to_local")), None)
@@ -163,14 +163,14 @@ def _replicated(model: nn.Module, devices: Devices, spot: _Spot) -> OneProcess:
 
 
 def _index(card: Device) -> int:
-    return card if isinstance(card, int) else arguments.device(card).index or 0
+    return card if isinstance(card, int) else argparser.device(card).index or 0
 
 
 def _count(devices: Devices) -> int:
     if devices is None:
         return default_count()
     count = devices if isinstance(devices, int) else len(devices)
-    if not isinstance(devices, int) and any(arguments.device(each).type != "cpu" for each in devices):
+    if not isinstance(devices, int) and any(argparser.device(each).type != "cpu" for each in devices):
         raise UsageError(f"devices is {list(devices)}, but the model is on the CPU; move it to the first of them.")
     if count < 1:
         raise UsageError(f"devices is {devices!r}; give the number of replicas, from 1.")
@@ -194,10 +194,10 @@ def _check_switches(
         raise UsageError(f"parts is for mode='split', and the mode is {mode!r}.")
     if parts is not None and not isinstance(parts, Mapping):
         raise UsageError(
-            f"parts is {arguments.shown(parts)}; give the devices by the names of submodules, {{'head': 'cuda:1'}}."
+            f"parts is {argparser.shown(parts)}; give the devices by the names of submodules, {{'head': 'cuda:1'}}."
         )
     if not isinstance(devices, Sequence | None) or isinstance(devices, str):
-        arguments.whole_number("devices", devices)
+        argparser.whole_number("devices", devices)
     if mode == "split" and (parts is None) == (devices is None):
         raise UsageError("mode='split' takes either parts={…} or, for an nn.Sequential, devices=[…].")
 

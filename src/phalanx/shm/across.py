@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.join import Claim
 from phalanx.shm import arithmetic, failures, native
 from phalanx.shm.arithmetic import Reduction
 from phalanx.shm.blocks import as_bytes, flat, memory, read, real, size_of, typed, write
@@ -35,6 +34,7 @@ from phalanx.shm.tensors import (
     reduce_of,
     split,
 )
+from phalanx.store.join import Claim
 
 _PART_BYTES = 1 << 20
 

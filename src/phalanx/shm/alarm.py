@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import join, plain
+from phalanx import plain
 from phalanx.shm import failures
+from phalanx.store import join
 
 _KEY = "failure"
 _GLANCE = 0.2

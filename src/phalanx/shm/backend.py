@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import join, status
+from phalanx import status
 from phalanx.shm import monitored, rails
 from phalanx.shm.collectives import Collectives
 from phalanx.shm.failures import Names
@@ -36,6 +36,7 @@ from phalanx.shm.segment import Segment
 from phalanx.shm.tensors import is_in_one_piece
 from phalanx.status import layout
 from phalanx.status.layout import ALL_REDUCE
+from phalanx.store import join
 
 if TYPE_CHECKING:
     from phalanx.shm.across import AcrossNodes

@@ -19,11 +19,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import join, plain
+from phalanx import plain
 from phalanx.errors import ForeignData, JoinError
 from phalanx.shm import alarm, failures
 from phalanx.shm.failures import Names
 from phalanx.shm.nodes import Nodes
+from phalanx.store import join
 
 _HEADER = struct.Struct("<BI")
 """What it is, and the number of bytes that follow."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from phalanx import join
 from phalanx.shm.failures import CollectiveTimeout
+from phalanx.store import join
 
 _FOR_THE_VERDICT = 1.0
 """Seconds that the others give the first rank beyond its own timeout."""

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.join import Claim
 from phalanx.shm import failures
 from phalanx.shm.alarm import Alarm
 from phalanx.shm.collectives import Collectives
@@ -29,6 +28,7 @@ from phalanx.shm.native import Signature
 from phalanx.shm.nodes import Nodes
 from phalanx.shm.rails import Rail, abandon, first_line, has_come
 from phalanx.shm.segment import Segment
+from phalanx.store.join import Claim
 
 _SIGNATURE_BYTES = len(bytes(Signature()))
 _GRACE = 1.0

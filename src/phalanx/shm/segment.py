@@ -15,11 +15,12 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx import join, plain
+from phalanx import plain
 from phalanx.errors import ForeignData, JoinError, PeerLost, UsageError
-from phalanx.join import Claim
 from phalanx.shm import failures, native
 from phalanx.shm.failures import Names
+from phalanx.store import join
+from phalanx.store.join import Claim
 
 _FILE = "phalanx-shm"
 _LARGEST_SLOT = 1 << 20

@@ -19,6 +19,7 @@ from typing import Any
 
 from phalanx import run_files
 from phalanx.status import layout
+from phalanx.status.code_lines import Places
 from phalanx.status.layout import (
     BLOCKED,
     BLOCKED_SINCE,
@@ -32,7 +33,6 @@ from phalanx.status.layout import (
     runs_of,
     start_ticks,
 )
-from phalanx.status.places import Places
 from phalanx.status.windows import Cutter
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD

@@ -28,7 +28,7 @@ from typing import Any
 
 from phalanx import ports
 from phalanx.errors import PhalanxError
-from phalanx.launch.channel import anonymous_file
+from phalanx.fd_channel import anonymous_file
 from phalanx.launch.devices import thread_setting
 from phalanx.launch.nursery import Nursery
 from phalanx.launch.spawn import SpawnContext

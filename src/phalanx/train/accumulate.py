@@ -6,7 +6,7 @@ import contextlib
 from types import TracebackType
 from typing import Any
 
-from phalanx.arguments import whole_number
+from phalanx.argparser import whole_number
 from phalanx.errors import UsageError
 from phalanx.train import track
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx import world as worlds
-from phalanx.arguments import shown
+from phalanx.argparser import shown
 from phalanx.errors import UsageError
 
 Number = float | int | Tensor

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from phalanx import arguments, status
+from phalanx import argparser, status
 from phalanx import world as worlds
 from phalanx.comm import clock
 from phalanx.errors import UsageError
@@ -52,9 +52,9 @@ def track(
         quiet: show no line.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
-        raise UsageError(f"loader is {arguments.shown(loader)}; give a DataLoader, or something else to iterate over.")
-    place = arguments.device(device) if device is not None else None
-    return Track(loader, None if epoch is None else arguments.whole_number("epoch", epoch), place, quiet)
+        raise UsageError(f"loader is {argparser.shown(loader)}; give a DataLoader, or something else to iterate over.")
+    place = argparser.device(device) if device is not None else None
+    return Track(loader, None if epoch is None else argparser.whole_number("epoch", epoch), place, quiet)
 
 
 class Track(Generic[_T]):

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx import plain
-from phalanx.diagnose import stacks
-from phalanx.diagnose.stacks import Thread
-from phalanx.status import Collective, Place, Status
+from phalanx.status import Collective, Place, Status, stack_parser
+from phalanx.status.stack_parser import Thread
 
 UNNAMED = "collective"
 MESSAGES = ("send", "recv")
@@ -127,7 +126,7 @@ class RankRecord:
 
     @property
     def main(self) -> Thread | None:
-        return stacks.main_thread(self.threads)
+        return stack_parser.main_thread(self.threads)
 
 
 def _unnamed(page: Status) -> Collective | None:

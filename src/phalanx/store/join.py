@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from phalanx import errors, plain, ports, stores
+from phalanx import errors, plain, ports
 from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
+from phalanx.store import tcp_store
 
 _SLICE = 2.0
 """After which it is looked whether the others are still there."""
@@ -106,12 +107,12 @@ def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: 
         raise UsageError(
             f"init_method {init_method!r} has no port or no host; it should look like tcp://10.0.0.1:29500."
         )
-    own = stores.of_run(os.environ, port)
+    own = tcp_store.of_run(os.environ, port)
     if own is not None:
-        return stores.connect(*own, timeout, _tell), False
+        return tcp_store.connect(*own, timeout, _tell), False
     if rank == 0 and not up:
         return _serve(url.hostname, port, timeout), True
-    return stores.connect(url.hostname, port, timeout, _tell), False
+    return tcp_store.connect(url.hostname, port, timeout, _tell), False
 
 
 def _file_store(path: str, world_size: int) -> Any:
@@ -127,7 +128,7 @@ def _serve(host: str, port: int, timeout: float) -> Any:
 
     try:
         with contextlib.closing(ports.listen(_address_to_serve(host), port)) as listener:
-            return stores.serve(host, listener, timeout)
+            return tcp_store.serve(host, listener, timeout)
     except errors.LaunchError as error:
         raise JoinError(f"rank 0 cannot serve {host}:{port}: {error}") from None
     except DistError as error:

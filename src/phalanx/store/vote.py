@@ -12,8 +12,9 @@ import sys
 import time
 from typing import Any
 
-from phalanx import env, join, plain
+from phalanx import env, plain
 from phalanx.errors import JoinError
+from phalanx.store import join
 
 _REACH_TIMEOUT = 60.0
 _SLICE = 2.0

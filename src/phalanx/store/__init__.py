@@ -1,0 +1,1 @@
+"""What the ranks of a run agree on through torch's store."""
