@@ -60,9 +60,9 @@ def launch_main() -> None:
 
 def _open_standard_streams() -> None:
     """Also those that were closed when this process was started; Python has None in their place."""
-    from phalanx.launch import boot
+    from phalanx.launch.process import python_command
 
-    boot.open_closed_streams()
+    python_command.open_closed_streams()
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115 (as Python's own)
@@ -106,29 +106,29 @@ def _has_unwritten_output() -> bool:
 
 def _run(arguments: list[str]) -> int:
     systems.require_linux("phalanx run")
-    from phalanx.launch import options
+    from phalanx.launch import parse
 
-    return _start(*options.parse(arguments, os.environ), arguments)
+    return _start(*parse.parse(arguments, os.environ), arguments)
 
 
 def _launch(arguments: list[str]) -> int:
     systems.require_linux("phalanx.launch")
-    from phalanx.launch import options
+    from phalanx.launch import parse
 
-    return _start(*options.parse_launch(arguments, os.environ), arguments, is_launch=True)
+    return _start(*parse.parse_launch(arguments, os.environ), arguments, is_launch=True)
 
 
 def _start(spec, dry_run: bool, arguments: list[str], *, is_launch: bool = False) -> int:
     if dry_run:
-        from phalanx.launch import dryrun
+        from phalanx.launch.dry_run import show
 
-        dryrun.show(spec, os.environ)
+        show(spec, os.environ)
         return 0
     if spec.fleet is not None:
-        from phalanx.launch.conductor import conduct
+        from phalanx.launch.remote.conductor import conduct
 
         return conduct(spec, arguments, os.environ, is_launch=is_launch)
-    from phalanx.launch.run import run
+    from phalanx.launch.start import run
 
     return run(spec, os.environ)
 

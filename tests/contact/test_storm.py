@@ -107,7 +107,7 @@ class Storm:
         for pid in marked_processes():
             with contextlib.suppress(OSError, psutil.Error):
                 session = os.getsid(pid)
-                is_forked = "phalanx.launch.zygote" in " ".join(psutil.Process(pid).cmdline())
+                is_forked = "phalanx.launch.process.zygote" in " ".join(psutil.Process(pid).cmdline())
                 if is_forked and session != pid and session not in ranks and self._is_ours(pid):
                     return pid
         raise AssertionError("there is no keeper")

@@ -17,9 +17,9 @@ import pytest
 from phalanx import ports
 from phalanx.diagnose import processes
 from phalanx.fd_channel import Channel
-from phalanx.launch import orphans
-from phalanx.launch.helpers import HelperLost
-from phalanx.launch.nursery import Nursery
+from phalanx.launch.process import process_tree
+from phalanx.launch.process.helper_processes import HelperLost
+from phalanx.launch.process.zygote_client import Nursery
 from tests.conftest import WITHOUT_TORCH, start, told
 
 SLEEPS = """
@@ -151,7 +151,7 @@ def test_where_a_process_hangs(tmp_path: Path) -> None:
 def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setattr(orphans, "state", lambda pid: "S")  # as it was a moment ago
+    monkeypatch.setattr(process_tree, "state", lambda pid: "S")  # as it was a moment ago
     ours, theirs = Channel.pair()
     theirs.close()
     nursery = Nursery.__new__(Nursery)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.devices import usable_cores
+from phalanx.launch.spec.device_count import usable_cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 PROBE = Path(__file__).with_name("probe.py")

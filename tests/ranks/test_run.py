@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.launch.devices import usable_cores
+from phalanx.launch.spec.device_count import usable_cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port, read_terminal, start
 
 

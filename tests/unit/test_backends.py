@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from phalanx import backends, env, notices, shm
 from phalanx.errors import JoinError, UsageError
-from phalanx.launch.member import Member
-from phalanx.launch.spec import placements
-from phalanx.launch.watch import Watch
+from phalanx.launch.agent.attempt_run import Watch
+from phalanx.launch.agent.rank_process import Member
+from phalanx.launch.spec.launch_spec import placements
 from phalanx.store import vote
 
 

@@ -32,7 +32,8 @@ from phalanx.diagnose.facts import (
     Torch,
 )
 from phalanx.errors import UsageError
-from phalanx.launch import devices, run
+from phalanx.launch import start
+from phalanx.launch.spec import device_count
 from tests.conftest import REPOSITORY, Runner, read_terminal
 
 GIB = 1 << 30
@@ -299,13 +300,13 @@ def test_the_lines() -> None:
 
 
 def test_the_same_numbers_as_phalanx_run() -> None:
-    assert [check_machine.files_needed(n) for n in (1, 64)] == [run.files_needed(n) for n in (1, 64)]
+    assert [check_machine.files_needed(n) for n in (1, 64)] == [start.files_needed(n) for n in (1, 64)]
     for quota in (0.5, 1.0, 2.5, 9.0):
         file = Path(f"/proc/self/fd/{os.memfd_create('cpu.max')}")
         try:
             file.write_text(f"{quota * 100000:.0f} 100000")
             cores = len(os.sched_getaffinity(0))
-            assert replace(HEALTHY.cores, allowed=cores, quota=quota).usable == devices.usable_cores(file)
+            assert replace(HEALTHY.cores, allowed=cores, quota=quota).usable == device_count.usable_cores(file)
         finally:
             os.close(int(file.name))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch import hindsight
+from phalanx.launch.process import exit_report
 
 
 def handler() -> Any:
@@ -53,7 +53,7 @@ def test_raised_after_the_script_it_has_the_scripts_lines() -> None:
     with pytest.raises(RuntimeError) as raised:
         run_of(script, handler())
     assert functions(user_side(raised.value.__traceback__)) == ["handler"]
-    assert functions(hindsight.script_side(raised.value, user_side)) == ["script"]
+    assert functions(exit_report.script_side(raised.value, user_side)) == ["script"]
 
 
 def test_raised_in_the_standard_library_after_the_script_it_has_the_scripts_lines() -> None:
@@ -61,7 +61,7 @@ def test_raised_in_the_standard_library_after_the_script_it_has_the_scripts_line
     with pytest.raises(RuntimeError) as raised:
         run_of(script, threading.Thread(target=handler()).run)
     assert functions(user_side(raised.value.__traceback__)) == ["run", "handler"]
-    assert functions(hindsight.script_side(raised.value, user_side)) == ["script"]
+    assert functions(exit_report.script_side(raised.value, user_side)) == ["script"]
 
 
 def test_raised_within_the_script_it_has_its_own() -> None:
@@ -70,16 +70,16 @@ def test_raised_within_the_script_it_has_its_own() -> None:
 
     with pytest.raises(RuntimeError) as raised:
         run_of(script, interrupted_script)
-    assert functions(hindsight.script_side(raised.value, user_side)) == ["interrupted_script", "handler"]
+    assert functions(exit_report.script_side(raised.value, user_side)) == ["interrupted_script", "handler"]
 
 
 def test_threads_that_die_are_told_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: print("printed as ever", args.exc_type.__name__))
-    monkeypatch.setattr(hindsight, "_MOST_DEATHS", 3)
+    monkeypatch.setattr(exit_report, "_MOST_DEATHS", 3)
     told: list[Any] = []
-    hindsight.tell_of_threads(told.append)
+    exit_report.tell_of_threads(told.append)
 
     class Mute(Exception):
         def __str__(self) -> str:
@@ -120,6 +120,6 @@ def test_cuda_is_asked_for_and_torch_has_none(line: str, device: str) -> None:
     linecache.cache["/home/ada/train.py"] = (len(line), None, [line], "/home/ada/train.py")
     with pytest.raises(Exception, match=r"CUDA|_cuda_") as raised:
         exec(compile(line, "/home/ada/train.py", "exec"), names)
-    note = hindsight.note(raised.value, raised.value.__traceback__)
+    note = exit_report.note(raised.value, raised.value.__traceback__)
     assert note == f"this torch has no CUDA; the script asks for {device}"
-    assert hindsight.note(RuntimeError("another error"), raised.value.__traceback__) == ""
+    assert exit_report.note(RuntimeError("another error"), raised.value.__traceback__) == ""

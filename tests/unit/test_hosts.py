@@ -15,13 +15,18 @@ import pytest
 
 from phalanx import secret
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch import boot, dryrun, hosts, luggage, muster, options, reach, wire
-from phalanx.launch.outpost import Outpost
-from phalanx.launch.spec import Fleet, Host, LaunchSpec
+from phalanx.launch import dry_run
+from phalanx.launch import parse as launch_parse
+from phalanx.launch.output import wire_protocol
+from phalanx.launch.process import python_command
+from phalanx.launch.remote import compatibility, forwarded_env, transports
+from phalanx.launch.remote.host_connection import Outpost
+from phalanx.launch.spec import hosts
+from phalanx.launch.spec.launch_spec import Fleet, Host, LaunchSpec
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
-    return options.parse(list(argv), environ)[0]
+    return launch_parse.parse(list(argv), environ)[0]
 
 
 def fleet(*argv: str, **environ: str) -> Fleet:
@@ -135,14 +140,14 @@ def test_cards_are_counted_there_not_here() -> None:
     assert spec.nnodes == (2, 2)
     remote = {"hosts": None, "hostfile": None, "nnodes": "2", "node_rank": 1, "nproc_per_node": "2"}
     argv = ["-H", "a,b", "--nproc-per-node", "7", "--tee", "3", "train.py"]
-    there, _ = options.parse(argv, {}, remote)
+    there, _ = launch_parse.parse(argv, {}, remote)
     assert (there.fleet, there.nproc_per_node, there.node_rank, there.tee) == (None, 2, 1, {0: 3, 1: 3})
 
 
 def test_the_table_has_host_names(capsys: pytest.CaptureFixture[str]) -> None:
-    spec, is_dry = options.parse(["-H", "alpha:2,beta", "--dry-run", "--nproc-per-node", "1", "train.py"], {})
+    spec, is_dry = launch_parse.parse(["-H", "alpha:2,beta", "--dry-run", "--nproc-per-node", "1", "train.py"], {})
     assert is_dry
-    dryrun.show(spec, {})
+    dry_run.show(spec, {})
     shown = capsys.readouterr().out
     assert "2 nodes, 2 + 1 processes = 3 ranks" in shown
     rows = [line.split()[:4] for line in shown.splitlines() if "RANK=" in line]
@@ -190,15 +195,15 @@ def test_the_luggage() -> None:
     goes = ("PATH", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_HOME", "PHALANX_BACKEND")
     stays = ("HOME", "SSH_AUTH_SOCK", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PHALANX_RUN_TOKEN")
     environ: dict[str, str] = dict.fromkeys((*goes, *stays, "MY_TOKEN"), "x")
-    assert sorted(luggage.pack(environ, ())) == sorted(goes)
-    assert sorted(luggage.pack(environ, ("MY_TOKEN", "CUDA_VISIBLE_DEVICES"))) == sorted(
+    assert sorted(forwarded_env.pack(environ, ())) == sorted(goes)
+    assert sorted(forwarded_env.pack(environ, ("MY_TOKEN", "CUDA_VISIBLE_DEVICES"))) == sorted(
         (*goes, "MY_TOKEN", "CUDA_VISIBLE_DEVICES")
     )
     with pytest.raises(UsageError, match="--export MISSING: there is no such variable here"):
-        luggage.pack(environ, ("MISSING",))
+        forwarded_env.pack(environ, ("MISSING",))
 
 
-REMOTE = boot.command("phalanx.launch.remote.main()")
+REMOTE = python_command.command("phalanx.launch.remote.remote_agent.main()")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")
@@ -208,7 +213,7 @@ def test_the_users_settings_win(tmp_path: Path) -> None:
     config.write_text("Host b\n  ServerAliveInterval 60\n  ConnectTimeout 7\n  ControlMaster auto\n")
     ssh = ("ssh", "-F", str(config), "-o", "BatchMode=no")
     for name, interval, timeout in (("a", "5", "20"), ("b", "60", "7")):
-        way = reach.find_way(Host(name, 2, "me"), Fleet((), "ssh", ssh))
+        way = transports.find_way(Host(name, 2, "me"), Fleet((), "ssh", ssh))
         assert way.command[-2] == f"me@{name}"
         command = [*way.command[:-2], "-G", way.command[-2]]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -219,9 +224,9 @@ def test_the_users_settings_win(tmp_path: Path) -> None:
 
 
 def test_command_lines() -> None:
-    here = reach.find_way(Host("localhost"), Fleet(()))
+    here = transports.find_way(Host("localhost"), Fleet(()))
     assert (here.kind, list(here.command)) == ("here", REMOTE)
-    srun = reach.find_way(Host("gpu1"), Fleet((), "srun"))
+    srun = transports.find_way(Host("gpu1"), Fleet((), "srun"))
     assert srun.command[0] == "srun"
     assert "--nodelist=gpu1" in srun.command
     assert list(srun.command[-len(REMOTE) :]) == REMOTE
@@ -250,7 +255,7 @@ def test_command_lines() -> None:
     ],
 )
 def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentence: str) -> None:
-    assert sentence in reach.Way(Host("n", None, "me"), kind, ()).why_not_started(code, said)
+    assert sentence in transports.Way(Host("n", None, "me"), kind, ()).why_not_started(code, said)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +274,7 @@ def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentenc
     ],
 )
 def test_why_a_way_is_lost(kind: str, code: int, said: list[str], sentence: str) -> None:
-    assert sentence in reach.Way(Host("n"), kind, ()).why_lost(code, said)
+    assert sentence in transports.Way(Host("n"), kind, ()).why_lost(code, said)
 
 
 @pytest.fixture
@@ -282,12 +287,12 @@ def run_secret() -> Iterator[None]:
 
 def test_messages_among_lines(run_secret: None) -> None:
     """In any pieces, behind a greeting, and behind a line that has no end; never what was not sealed."""
-    message = wire.marked(say="a\nb", topic="")
+    message = wire_protocol.marked(say="a\nb", topic="")
     foreign = b'\x1ephalanx\x1e no\n\x1ephalanx\x1e[]\n\x1ephalanx\x1e{"ended": 0}\n[rank 0] two'
-    text = b"Welcome!\n" + wire.marked(hello=1) + b"[rank 0] one\nhalf" + message + foreign
+    text = b"Welcome!\n" + wire_protocol.marked(hello=1) + b"[rank 0] one\nhalf" + message + foreign
     for size in (1, 3, 7, len(text)):
         heard: list[dict[str, Any]] = []
-        sieve = wire.Sieve(heard.append)
+        sieve = wire_protocol.Sieve(heard.append)
         kept = b""
         for at in range(0, len(text), size):
             kept += sieve.feed(text[at : at + size])
@@ -302,33 +307,33 @@ def outpost(name: str, node: int, kind: str, **hello: Any) -> Outpost:
     """One that has answered."""
     versions = {"Python": "3.11", "torch": "2.13.0", "phalanx": "1"}
     told = {**versions, "nproc": 2, "port": 4000, "client": None, "server": None, "first": None, **hello}
-    way = reach.Way(Host(name), kind, ())
+    way = transports.Way(Host(name), kind, ())
     return cast(Outpost, SimpleNamespace(name=name, node=node, way=way, hello=told))
 
 
 def test_where_they_meet() -> None:
     spec = parse("train.py")
     by_ssh = [outpost("a", 0, "ssh", server="10.0.0.1"), outpost("b", 1, "ssh", client="10.0.0.9")]
-    assert muster.master(by_ssh, spec) == ("10.0.0.1", 4000)
+    assert compatibility.master(by_ssh, spec) == ("10.0.0.1", 4000)
     chosen = parse("--master-addr", "ib0.a", "--master-port", "29500", "train.py")
-    assert muster.master(by_ssh, chosen) == ("ib0.a", 29500)
+    assert compatibility.master(by_ssh, chosen) == ("ib0.a", 29500)
     from_here = [outpost("a", 0, "here"), outpost("b", 1, "ssh", client="10.0.0.9", first="10.0.0.8")]
-    assert muster.master(from_here, spec) == ("10.0.0.9", 4000)
+    assert compatibility.master(from_here, spec) == ("10.0.0.9", 4000)
     by_srun = [outpost("a", 0, "srun"), outpost("b", 1, "srun", first="10.0.0.7")]
-    assert muster.master(by_srun, spec) == ("10.0.0.7", 4000)
+    assert compatibility.master(by_srun, spec) == ("10.0.0.7", 4000)
     for useless in ("127.0.0.1", "fe80::1%eth0", None):
         with pytest.raises(LaunchError, match="by which address the other hosts reach a; give it with --master-addr"):
-            muster.master([outpost("a", 0, "ssh", server=useless), by_ssh[1]], spec)
+            compatibility.master([outpost("a", 0, "ssh", server=useless), by_ssh[1]], spec)
 
 
 def test_whether_they_fit() -> None:
     same = [outpost(name, node, "ssh") for node, name in enumerate("ab")]
-    muster.compare(same)
-    assert muster.roll(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
+    compatibility.compare(same)
+    assert compatibility.roll(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
     with pytest.raises(LaunchError, match=r"^c has Python 3.9, but a has 3.11; install .*\nc has phalanx 2, but"):
-        muster.compare([*same, outpost("c", 2, "ssh", Python="3.9", phalanx="2")])
+        compatibility.compare([*same, outpost("c", 2, "ssh", Python="3.9", phalanx="2")])
 
 
 def test_what_an_agent_says(run_secret: None) -> None:
-    assert wire.spoken(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
-    assert wire.spoken(["one", " two"], "verdict", "n1").startswith(wire.MARK)
+    assert wire_protocol.spoken(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
+    assert wire_protocol.spoken(["one", " two"], "verdict", "n1").startswith(wire_protocol.MARK)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.console import Console
-from phalanx.launch.logs import LineCutter, LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.output.console import Console
+from phalanx.launch.output.logs import LineCutter, LogFile, Pump, Route, Tail, rank_prefix
 
 
 def cut(*pieces: bytes) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from torch.numa import binding as torchs
 
 from phalanx.errors import UsageError
-from phalanx.launch import devices, numa
+from phalanx.launch.spec import device_count, numa
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 NODES, CORES, SMT = 4, 4, 2
@@ -135,11 +135,11 @@ def test_a_machine_without_numa_or_with_one_node(mode: str, tmp_path: Path) -> N
 
 
 def test_no_rank_has_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "usable_cores", lambda: 16)
-    assert devices.thread_setting(2, {}, ((0, 1), (2, 3))) == {"OMP_NUM_THREADS": "2"}
-    assert devices.thread_setting(4, {}, ((*range(8),),) * 4) == {"OMP_NUM_THREADS": "4"}
-    assert devices.thread_setting(1, {}, ((*range(8),),)) == {"OMP_NUM_THREADS": "8"}
-    assert devices.thread_setting(1, {"OMP_NUM_THREADS": "9"}, ((0,),)) == {}
+    monkeypatch.setattr(device_count, "usable_cores", lambda: 16)
+    assert device_count.thread_setting(2, {}, ((0, 1), (2, 3))) == {"OMP_NUM_THREADS": "2"}
+    assert device_count.thread_setting(4, {}, ((*range(8),),) * 4) == {"OMP_NUM_THREADS": "4"}
+    assert device_count.thread_setting(1, {}, ((*range(8),),)) == {"OMP_NUM_THREADS": "8"}
+    assert device_count.thread_setting(1, {"OMP_NUM_THREADS": "9"}, ((0,),)) == {}
 
 
 SCRIPT = """

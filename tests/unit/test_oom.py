@@ -14,7 +14,7 @@ from phalanx.diagnose import oom
 from phalanx.diagnose.oom import Counters, Shortage
 from phalanx.events import Ending, ErrorRecord
 from phalanx.launch.memory import MemoryWatch
-from phalanx.launch.nursery import Exited
+from phalanx.launch.process.zygote_client import Exited
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ import pytest
 from phalanx import events
 from phalanx.diagnose import report_command, runs
 from phalanx.errors import UsageError
-from phalanx.launch.console import Console
+from phalanx.launch.output.console import Console
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 

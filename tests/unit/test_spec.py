@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launch import devices, dryrun, network, options
-from phalanx.launch.spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
-from phalanx.launch.stopping import Stopping
+from phalanx.launch import dry_run
+from phalanx.launch import parse as launch_parse
+from phalanx.launch.agent.stopping import Stopping
+from phalanx.launch.spec import device_count, network
+from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
-    return options.parse(list(argv), environ)[0]
+    return launch_parse.parse(list(argv), environ)[0]
 
 
 def test_three_nodes_of_eight_are_24_ranks() -> None:
@@ -107,12 +109,12 @@ def test_an_address_of_another_machine_is_none_of_this_one() -> None:
 def test_a_dry_run_shows_the_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     spec = parse("--nnodes", "2", "--master-addr", "10.9.9.9", "--master-port", "1", "x.py")
     monkeypatch.setattr(network, "find_route", lambda *_: network.Route("10.9.9.9", "10.9.9.1", "eth7"))
-    dryrun.show(spec, {})
+    dry_run.show(spec, {})
     shown = capsys.readouterr().out
     assert "eth7, 10.9.9.1 towards 10.9.9.9" in shown
     assert "GLOO_SOCKET_IFNAME=eth7" in shown
     monkeypatch.undo()
-    dryrun.show(parse("--nnodes", "2", "--master-addr", "nowhere.invalid", "--master-port", "1", "x.py"), {})
+    dry_run.show(parse("--nnodes", "2", "--master-addr", "nowhere.invalid", "--master-port", "1", "x.py"), {})
     assert "the master's name 'nowhere.invalid' cannot be resolved" in capsys.readouterr().out
 
 
@@ -213,36 +215,36 @@ def test_a_node_of_several_may_show_ranks_that_only_others_have() -> None:
 
 def test_a_table_that_nobody_reads_is_not_made() -> None:
     with pytest.raises(UsageError, match="a row for each of 1000000 ranks; give 10000 at most"):
-        dryrun.show(parse("--nnodes", "1000", "--nproc-per-node", "1000", "x.py"), {})
+        dry_run.show(parse("--nnodes", "1000", "--nproc-per-node", "1000", "x.py"), {})
 
 
 def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
-    assert devices.choose_cards("0,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ("4", "7")
-    assert devices.choose_cards("0,3", {}, tmp_path, must_exist=False) == ("0", "3"), "of another machine"
+    assert device_count.choose_cards("0,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ("4", "7")
+    assert device_count.choose_cards("0,3", {}, tmp_path, must_exist=False) == ("0", "3"), "of another machine"
     with pytest.raises(UsageError, match="no GPU is visible"):
-        devices.choose_cards("0", {}, tmp_path)
+        device_count.choose_cards("0", {}, tmp_path)
     (tmp_path / "kfd").touch()
-    assert devices.choose_cards("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
+    assert device_count.choose_cards("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
     with pytest.raises(UsageError, match="no GPU is visible"):
-        devices.choose_cards("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+        device_count.choose_cards("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     with pytest.raises(UsageError, match="GPU 2, but 2 GPU"):
-        devices.choose_cards("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+        device_count.choose_cards("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
 def test_cards_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
-    assert devices.visible_cards({}, tmp_path) == ("0", "1")
-    assert devices.visible_cards({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("3",)
-    assert devices.visible_cards({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
-    assert devices.visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
+    assert device_count.visible_cards({}, tmp_path) == ("0", "1")
+    assert device_count.visible_cards({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("3",)
+    assert device_count.visible_cards({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert device_count.visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
 
 
 def test_processes_follow_the_cards() -> None:
     cards = {"CUDA_VISIBLE_DEVICES": "0,3"}
     assert parse("--nproc-per-node", "auto", "x.py", **cards).nproc_per_node == 2
     assert parse("--nproc-per-node", "gpu", "x.py", **cards).nproc_per_node == 2
-    assert parse("--nproc-per-node", "cpu", "x.py", **cards).nproc_per_node == devices.usable_cores()
+    assert parse("--nproc-per-node", "cpu", "x.py", **cards).nproc_per_node == device_count.usable_cores()
     assert parse("--devices", "0,1", "x.py", **cards).nproc_per_node == 2
     assert parse("--devices", "0,1", "x.py", **cards).devices == ("0", "3")
     assert parse("x.py", **cards).nproc_per_node == 1
@@ -251,9 +253,9 @@ def test_processes_follow_the_cards() -> None:
 def test_a_container_with_a_quota_has_fewer_cores(tmp_path: Path) -> None:
     limit = tmp_path / "cpu.max"
     limit.write_text("100000 100000\n")
-    assert devices.usable_cores(limit) == 1
+    assert device_count.usable_cores(limit) == 1
     limit.write_text("max 100000\n")
-    assert devices.usable_cores(limit) == devices.usable_cores(tmp_path / "absent")
+    assert device_count.usable_cores(limit) == device_count.usable_cores(tmp_path / "absent")
 
 
 def test_virtual_local_rank_gives_each_process_its_card() -> None:

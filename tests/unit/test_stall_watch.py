@@ -16,10 +16,11 @@ import pytest
 
 from phalanx import events, status
 from phalanx.diagnose.patience import Sighting
-from phalanx.launch import crew, inquiry, vigil, vitals
+from phalanx.launch import inquiry, vigil, vitals
+from phalanx.launch.agent import crew
+from phalanx.launch.agent.watchdogs import Sentries
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
-from phalanx.launch.sentries import Sentries
-from phalanx.launch.spec import LaunchSpec, Program, placements
+from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.tidings import Tidings
 from phalanx.launch.vigil import Vigil

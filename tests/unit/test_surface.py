@@ -238,7 +238,7 @@ def _loads_torch(code: str) -> bool:
 
 
 def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
-    assert not _loads_torch("import phalanx, phalanx.cli, phalanx.launch.agent, phalanx.launch.conductor")
+    assert not _loads_torch("import phalanx, phalanx.cli, phalanx.launch.agent.agent, phalanx.launch.remote.conductor")
     assert not _loads_torch("import os; before = dict(os.environ); import phalanx; assert before == dict(os.environ)")
 
 

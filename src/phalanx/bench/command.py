@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.launch import orphans
+from phalanx.launch.process import process_tree
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOWN_LINES = 40  # torchrun prints twenty about itself, after the traceback
@@ -57,12 +57,12 @@ def running(argv: Sequence[str], directory: Path, timeout: float) -> Iterator[Ru
     Launchers put their workers into sessions of their own, so a process group is not enough to find them. This
     process adopts them if their parents die, which keeps all of them below it.
     """
-    orphans.adopt_orphans()
+    process_tree.adopt_orphans()
     others = _below()
     try:
         yield Running(argv, directory, timeout, others)
     finally:
-        orphans.end_all(lambda: _below() - others)
+        process_tree.end_all(lambda: _below() - others)
 
 
 def _below() -> frozenset[int]:

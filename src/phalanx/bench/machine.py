@@ -8,7 +8,7 @@ import time
 from importlib import metadata, util
 from pathlib import Path
 
-from phalanx.launch.devices import usable_cores
+from phalanx.launch.spec.device_count import usable_cores
 
 
 def describe(*packages: str) -> dict[str, str]:

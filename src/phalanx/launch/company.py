@@ -14,10 +14,10 @@ from phalanx import events
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.launch.elastic import RunOver, Terms
 from phalanx.launch.hearing import Court, Hearing
-from phalanx.launch.network import Route
-from phalanx.launch.nursery import Nursery
+from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.rendezvous import NodeCard
-from phalanx.launch.spec import LaunchSpec, Placement, placements
+from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
+from phalanx.launch.spec.network import Route
 
 _KEEPER_GONE = "the process that speaks with the other nodes has ended; all workers are ended."
 Loop = Callable[[Callable[[], bool]], None]

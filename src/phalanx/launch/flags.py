@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from phalanx import argparser
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
-from phalanx.launch import numa
+from phalanx.launch.spec import numa
 
 
 @dataclass(frozen=True)

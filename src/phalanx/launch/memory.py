@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from phalanx import events
 from phalanx.diagnose import oom
 from phalanx.diagnose.signals import memory_ran_out
-from phalanx.launch.member import Member
+from phalanx.launch.agent.rank_process import Member
 
 _EVERY = 1.0
 _REMEMBERED = 10

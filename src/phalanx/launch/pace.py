@@ -16,8 +16,8 @@ from phalanx import status
 from phalanx.diagnose import conditions, straggler_words
 from phalanx.diagnose.conditions import Conditions, Look
 from phalanx.diagnose.straggler import Judge, Straggler
+from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.hearing import Announcement, Hearing
-from phalanx.launch.member import Member
 from phalanx.launch.tidings import Tidings
 from phalanx.status import Window
 

@@ -21,8 +21,8 @@ from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
 from phalanx.fd_channel import anonymous_file
-from phalanx.launch import boot
-from phalanx.launch.spec import (
+from phalanx.launch.process import python_command
+from phalanx.launch.spec.launch_spec import (
     LaunchSpec,
     Placement,
     Program,
@@ -33,7 +33,7 @@ from phalanx.launch.spec import (
 )
 
 if TYPE_CHECKING:
-    from phalanx.launch.nursery import Nursery
+    from phalanx.launch.process.zygote_client import Nursery
 
 _GRACE = 10.0
 # mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard, and one that
@@ -94,13 +94,13 @@ class SpawnContext:
     ) -> None:
         """``nursery``: one that is there already and stays; by default a new one, for this call alone."""
         # These cannot be imported on Windows.
-        from phalanx.launch import function as functions
-        from phalanx.launch.watch import Watch
+        from phalanx.launch.agent.attempt_run import Watch
+        from phalanx.launch.process import pickled_function as functions
 
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
         spec = LaunchSpec(program, nproc_per_node=nprocs)
         parcel, fds = functions.pack(fn, args, daemon)
-        self._filled = boot.open_closed_streams()
+        self._filled = python_command.open_closed_streams()
         self._own_nursery = nursery is None
         self._nursery = nursery or _new_nursery()
         self._selector = selectors.DefaultSelector()
@@ -120,7 +120,7 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
-        from phalanx.launch.member import Member
+        from phalanx.launch.agent.rank_process import Member
 
         assert self._nursery.address is not None
         environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
@@ -189,7 +189,7 @@ class SpawnContext:
 
 
 def _new_nursery() -> Nursery:
-    from phalanx.launch.nursery import Nursery
+    from phalanx.launch.process.zygote_client import Nursery
 
     with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
         return Nursery(os.environ, listener=listener)

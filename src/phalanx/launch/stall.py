@@ -16,9 +16,9 @@ from phalanx.diagnose.dossier import dossier
 from phalanx.diagnose.hang import Hang, find_hang
 from phalanx.diagnose.hang_words import go_on, headline, verdict_lines
 from phalanx.diagnose.patience import Sighting, patience, sighting_of
+from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.hearing import Announcement, Hearing, Report
 from phalanx.launch.inquiry import Inquiry, Subject
-from phalanx.launch.member import Member
 from phalanx.launch.vigil import Vigil
 from phalanx.status.rank_record import RankRecord
 

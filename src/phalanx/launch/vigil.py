@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx import status
+from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.inquiry import Subject
-from phalanx.launch.member import Member
 from phalanx.launch.vitals import Chart, command_of
 from phalanx.status.rank_record import Child, RankRecord
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.diagnose.processes import ProcessFacts, facts, lock_holder
-from phalanx.launch import orphans, sockets
+from phalanx.launch import sockets
+from phalanx.launch.process import process_tree
 from phalanx.status.rank_record import Vitals
 
 
@@ -66,7 +67,7 @@ class Chart:
 
     def look(self, pids: Collection[int], now: float) -> None:
         """One more reading of these processes and all below them."""
-        self.families = orphans.families(pids)
+        self.families = process_tree.families(pids)
         connections = sockets.moved_by_connection()
         everyone = [*pids, *(pid for family in self.families.values() for pid in family)]
         for pid in everyone:

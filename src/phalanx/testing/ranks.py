@@ -29,9 +29,9 @@ from typing import Any
 from phalanx import ports
 from phalanx.errors import PhalanxError
 from phalanx.fd_channel import anonymous_file
-from phalanx.launch.devices import thread_setting
-from phalanx.launch.nursery import Nursery
+from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spawn import SpawnContext
+from phalanx.launch.spec.device_count import thread_setting
 
 _warm: Nursery | None = None
 

@@ -1,0 +1,1 @@
+"""The agent: one process on each node, without torch, that starts, watches and ends the ranks."""

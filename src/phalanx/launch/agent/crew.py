@@ -1,0 +1,61 @@
+"""The ranks of this node in one attempt: their pipes, their environment, their start."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx import events, run_files, status
+from phalanx.launch.agent.attempt_run import Watch
+from phalanx.launch.agent.rank_process import Member, new_member
+from phalanx.launch.output.console import Console
+from phalanx.launch.output.pipe_set import Pumps
+from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, WorkerSpec, worker_environment
+
+
+@dataclass(frozen=True)
+class Crew:
+    """What all attempts have in common."""
+
+    spec: LaunchSpec
+    environ: Mapping[str, str]
+    directory: Path
+    interface: str | None
+    """The network to the other nodes, if there are any."""
+    console: Console
+    pumps: Pumps
+    complain: Callable[[str], None]
+
+    def start(self, watch: Watch, places: Sequence[Placement], master: tuple[str, int], attempt: int) -> None:
+        """They are asked for; the watch hears of them."""
+        spec = self.spec
+        run = self.directory.name if spec.run_id == "none" else spec.run_id
+        for place in places:
+            # What an earlier attempt has written would be taken for this one's until it has written its own.
+            for path in (events.error_path(self.directory, place.rank), status.status_path(self.directory, place.rank)):
+                with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
+                    run_files.remove(path)
+            member = new_member(spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain)
+            environment = worker_environment(self.environ, spec, place, master, attempt, run, self.interface)
+            cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None
+            worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method, cpus)
+            self._start(watch, member, worker)
+
+    def _start(self, watch: Watch, member: Member, worker: WorkerSpec) -> None:
+        stdin = _standard_input()
+        try:
+            watch.start(member, worker, [stdin, *(pump.writer for pump in member.pumps)])
+        finally:
+            os.close(stdin)
+        for pump in member.pumps:
+            self.pumps.add(pump)
+
+
+def _standard_input() -> int:
+    try:
+        return os.dup(0)
+    except OSError:  # the agent was started with standard input closed
+        return os.open(os.devnull, os.O_RDONLY)

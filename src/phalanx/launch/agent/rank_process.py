@@ -1,0 +1,192 @@
+"""One rank as the agent sees it: its pipes, what it reported, how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx import events, plain
+from phalanx.diagnose import crashes
+from phalanx.diagnose.signals import gloo_mismatch
+from phalanx.errors import ForeignData
+from phalanx.launch.output.console import Console
+from phalanx.launch.output.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.process.zygote_client import Exited
+from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
+from phalanx.status.rank_record import ThreadDeath
+
+_TAIL_LINES = 5
+_LONGEST_NOTICE = 400
+_MOST_LINES = 1000
+_STREAMS = {1: "stdout.log", 2: "stderr.log"}
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A line of a rank's report."""
+
+    error: events.ErrorRecord | None = None
+    thread: ThreadDeath | None = None
+    notice: str | None = None
+
+
+class Member:
+    """A rank of the running attempt."""
+
+    def __init__(
+        self,
+        place: Placement,
+        pumps: Sequence[Pump] = (),
+        tail: Tail | None = None,
+        logs: Sequence[LogFile] = (),
+        error_logs: Sequence[LogFile] = (),
+    ) -> None:
+        """``error_logs``: those of ``logs`` that get its last words, as standard error would have."""
+        self.place = place
+        self.pumps = pumps
+        self.pid: int | None = None
+        self.error: events.ErrorRecord | None = None
+        self.thread_death: ThreadDeath | None = None
+        self.notices: list[str] = []
+        """What the person before the console is to know, each text once."""
+        self.exited: Exited | None = None
+        self.report_ended = False
+        self.asked_at: float | None = None
+        """When the agent told it to stop."""
+        self.asked_with: int | None = None
+        """The last signal that it was told so with."""
+        self.report_reader, self.report_writer = os.pipe()
+        os.set_blocking(self.report_reader, False)
+        self._tail = tail or Tail()
+        self._logs = logs
+        self._error_logs = error_logs
+        self._report = b""
+        self._exit_time = 0.0
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    def read_report(self) -> bool:
+        """Takes in what the rank says about itself; True when it has just told its error."""
+        try:
+            part = os.read(self.report_reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not part:
+            self.report_ended = True
+        self._report += part
+        had_error = self.error is not None
+        for line in self._report.split(b"\n")[:-1]:
+            if line.startswith(b'{"'):
+                with contextlib.suppress(ForeignData):  # a script may have written into all files that are open
+                    told = plain.decode(line, _Told, "the report of a rank")
+                    self.error, self.thread_death = self.error or told.error, told.thread or self.thread_death
+                    notice = "".join(filter(str.isprintable, told.notice or ""))[:_LONGEST_NOTICE]
+                    if notice and notice not in self.notices:
+                        self.notices.append(notice)
+        return self.error is not None and not had_error
+
+    @property
+    def _cry(self) -> bytes:
+        """What faulthandler said in the last moment, if anything: all that the rank itself has not told in JSON."""
+        return b"".join(line for line in self._report.splitlines(keepends=True) if not line.startswith(b'{"'))
+
+    def has_exited(self, exited: Exited) -> None:
+        self.exited = exited
+        self._exit_time = time.time()
+
+    def has_disagreed_on_gloo(self) -> bool:
+        """gloo has ended it, because what came from another rank had another size."""
+        if self.exited is None or self.exited.signal != signal.SIGABRT:
+            return False
+        for pump in self.pumps:
+            if not pump.ended:
+                pump.read()  # it has said so just before
+        return gloo_mismatch(self.ending()) is not None
+
+    def ending(self) -> events.Ending:
+        """Only after it has exited and its pipes are read to the end."""
+        assert self.exited is not None
+        failed_at = self.error.time if self.error else self._exit_time
+        # A script that has faulthandler on itself gets the dump on its standard error.
+        crash = (self._cry or self._tail.data).decode(errors="replace") if self.exited.signal else ""
+        printed = self._tail.lines(_MOST_LINES)
+        if self.exited.signal:
+            printed = crashes.without_dump(printed)
+        return events.Ending(
+            rank=self.rank,
+            pid=self.exited.pid,
+            time=failed_at,
+            exit_code=self.exited.exit_code,
+            signal=self.exited.signal,
+            asked=self.asked_at is not None and self.asked_at <= failed_at,
+            error=self.error,
+            tail=printed[-_TAIL_LINES:],
+            host=socket.gethostname(),
+            crash=crashes.python_frames(crash),
+            native=crashes.native_frames(crash),
+        )
+
+    def close(self) -> None:
+        """Everything is read: the traceback goes to the end of the log, and the descriptors are given back."""
+        last_words = self.error.traceback.encode(errors="replace") if self.error else self._cry
+        for log in self._error_logs if last_words else ():
+            log.write(b"\n" * self._tail.is_open + last_words)
+        for pump in self.pumps:
+            pump.close()
+        for log in self._logs:
+            log.close()
+        os.close(self.report_reader)
+        self.close_writers()
+
+    def close_writers(self) -> None:
+        """The worker has its ends; ours must go, or the pipes would never end."""
+        for pump in self.pumps:
+            pump.close_writer()
+        if self.report_writer >= 0:
+            os.close(self.report_writer)
+            self.report_writer = -1
+
+
+def new_member(
+    spec: LaunchSpec,
+    place: Placement,
+    run_directory: Path,
+    attempt: int,
+    console: Console,
+    resume: Callable[[Pump], None],
+    complain: Callable[[str], None],
+) -> Member:
+    """Lays the pipes and decides where each stream goes, by torchrun's rules for --redirects, --tee and the filter."""
+    local_rank = place.local_rank
+    tail = Tail()
+    log = LogFile(events.log_path(run_directory, place.rank), complain)
+    if attempt:
+        log.write(f"--- attempt {attempt + 1} ---\n".encode())
+    logs = [log]
+    pumps = []
+    for stream, fd in ((1, console.out), (2, console.err)):
+        files = [log]
+        redirected = spec.redirects.get(local_rank, 0) & stream
+        if redirected or spec.tee.get(local_rank, 0) & stream:
+            directory = run_directory / f"attempt_{attempt}" / str(local_rank)
+            files.append(LogFile(directory / _STREAMS[stream], complain, run_directory))
+            logs.append(files[-1])
+        shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
+        if shown and (texts := spec.duplicate_filters.get(stream)):
+            path = run_directory / f"attempt_{attempt}" / f"filtered_{_STREAMS[stream]}"
+            plain = rank_prefix(place.rank, place.world_size, coloured=False)
+            files.append(FilteredLog(path, complain, texts, plain))
+            logs.append(files[-1])
+        prefix = None
+        if place.world_size > 1:
+            prefix = rank_prefix(place.rank, place.world_size, console.colours, spec.node_name)
+        pumps.append(Pump(Route(files, tail, fd if shown else None, prefix), console, resume))
+    return Member(place, pumps, tail, logs, error_logs=files)

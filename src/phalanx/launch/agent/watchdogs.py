@@ -1,0 +1,119 @@
+"""What the agent watches beside the ends of its ranks: their memory, their pace, and whether they get on at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx import status
+from phalanx.diagnose.findings import is_victim
+from phalanx.diagnose.oom import Counters
+from phalanx.diagnose.report import users_line
+from phalanx.events import Ending, Frame
+from phalanx.launch.agent.attempt_run import Watch
+from phalanx.launch.agent.run_record import Record
+from phalanx.launch.hearing import Hearing
+from phalanx.launch.memory import MemoryWatch
+from phalanx.launch.output.agent_lines import Voice
+from phalanx.launch.pace import Pace
+from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.launch.stall import StallWatch, Terms
+from phalanx.status.rank_record import MESSAGES
+from phalanx.status.stack_parser import source_of
+
+
+class Sentries:
+    """Of a run on this node."""
+
+    def __init__(
+        self, spec: LaunchSpec, directory: Path, record: Record, voice: Voice, wake: Callable[[], None]
+    ) -> None:
+        self._terms = Terms(spec.stall_after, spec.on_stall == "kill")
+        self._directory, self._record, self._voice, self._wake = directory, record, voice, wake
+        self._counters = Counters()
+        self._pace = Pace(directory)
+        self._watch: Watch | None = None
+        self._troubled: set[str] = set()
+        """What could not be watched at some time."""
+        self.standing: Mapping[str, Any] | None = None
+        """The verdict on ranks that stand still, as long as they do."""
+        self.hang: Mapping[str, Any] | None = None
+        """The one that this attempt has to end for."""
+
+    def begin(self, place: str, hearing: Hearing) -> None:
+        """A new attempt. ``place``: the run directory as it is told; ``hearing``: with the other nodes."""
+        self.hang = self.standing = None
+        self._pace.begin(hearing)
+        self._memory = MemoryWatch(self._counters)
+        self._stall = StallWatch(self._terms, self._directory, place, hearing, self._wake)
+
+    def turn(self, watch: Watch) -> None:
+        """To be called in every turn of the loop."""
+        self._watch, members = watch, watch.members
+        self._guarded("memory", lambda: self._memory.turn(members.values(), time.monotonic()))
+        self._guarded("pace", lambda: self._pace.look(members))
+        if watch.stopping is None and not any(member.error for member in members.values()):
+            self._guarded("progress", lambda: self._stall.look(members))
+        for announcement in self._stall.announced():
+            if announcement.lines:
+                self._voice.say(announcement.lines)
+            if announcement.straggler is not None:
+                self._record.keep_straggler(announcement.straggler)
+                continue
+            self._record.note("stall", verdict=announcement.verdict)
+            self.standing = announcement.verdict
+            if announcement.kills:
+                self.hang = announcement.verdict
+
+    def _guarded(self, what: str, look: Callable[[], None]) -> None:
+        """Who watches must not end what it watches: there may be no thread to be had, or no file."""
+        try:
+            look()
+        except Exception as error:  # noqa: BLE001 (whatever it is, the ranks do not care)
+            if what not in self._troubled:
+                self._troubled.add(what)
+                self._record.note("trouble", what=what, traceback=traceback.format_exc())
+                reason = f"{type(error).__name__}: {error}"
+                self._voice.say([f"the ranks' {what} cannot be watched just now ({reason}); the run goes on"])
+
+    def close(self) -> None:
+        """All ranks have ended."""
+        self._stall.close()
+
+    def last_words(self) -> list[str]:
+        """The launcher has lost its ranks, or never had any: what can be said of their ends all the same."""
+        if self._watch is None:
+            return []
+        return self._memory.last_words({member.pid: rank for rank, member in self._watch.members.items() if member.pid})
+
+    def explain(self, endings: Sequence[Ending]) -> list[Ending]:
+        """The same, with what is known of their memory, their progress, and the collectives they were in."""
+        return [self._with_call(ending) for ending in self._memory.explain(endings)]
+
+    def _with_call(self, ending: Ending) -> Ending:
+        page = status.read(status.status_path(self._directory, ending.rank)) if ending.failed else None
+        if page is not None and page.pid != ending.pid:
+            page = None  # of an earlier attempt
+        known = page.collectives if page is not None else ()
+        place = next((one.place for one in known if one.state != "done" and one.op not in MESSAGES), None)
+        if place is not None:
+            called = Frame(place.file, place.line, place.function, source_of(place.file, place.line))
+        else:  # gloo's, of which the page may not know yet: where it lost its connection, or crashed
+            called = users_line(ending) if is_victim(ending) or ending.crash else None
+        if page is None:
+            return dataclasses.replace(ending, called=called)
+        progress = page.checkpoint, page.epoch, page.step
+        return dataclasses.replace(ending, called=called, updates=page.updates, progress=progress)
+
+    def blame_standing(self, endings: Sequence[Ending]) -> str | None:
+        """The ranks have failed by waiting for too long. What they have stood still for, if that is known."""
+        if self.standing is None:
+            return None
+        self.hang = self.standing
+        first = min((one for one in endings if one.failed and not one.asked), key=lambda one: one.time, default=None)
+        given_up = f"; rank {first.rank} has given up waiting" if first is not None else ""
+        return f"{self.hang['headline']}{given_up}"

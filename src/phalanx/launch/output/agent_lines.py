@@ -1,0 +1,37 @@
+"""What the agent itself says, among the lines of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from phalanx.launch.output import wire_protocol
+from phalanx.launch.output.console import Console
+
+
+class Voice:
+    """``node``: the name of this node, when the conductor passes on what it says."""
+
+    def __init__(self, console: Console, node: str | None) -> None:
+        self._console, self._node = console, node
+
+    def drained(self) -> None:
+        """The console has written it; nothing waits for that."""
+
+    def say(self, lines: Sequence[str], topic: str = "") -> None:
+        """``topic``: see `wire.spoken`."""
+        self._console.put(self, self._console.err, wire_protocol.spoken(lines, topic, self._node), on_a_new_line=True)
+
+    def say_one(self, text: str) -> None:
+        self.say([text])
+
+    def show(self, text: str) -> bool:
+        """A line for a moment, on a terminal: the next one is written over it. Whether anybody could see it."""
+        is_terminal = self._console.is_terminal[self._console.err]
+        if is_terminal:
+            self._console.show_live(self._console.err, f"phalanx: {text}".encode())
+        return is_terminal
+
+    def let_ranks_finish(self, give_up: Callable[[], bool]) -> None:
+        """Their own lines come first, as long as there is a reader for them."""
+        while not self._console.flush(0.2) and not give_up():
+            pass

@@ -1,0 +1,39 @@
+"""Many pipes, one loop: which of them are read now, and which have to wait for the console."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Iterable
+
+from phalanx.launch.output.logs import Pump
+
+
+class Pumps:
+    """The pumps of one loop. ``wake`` makes it turn, from whichever thread."""
+
+    def __init__(self, selector: selectors.BaseSelector, wake: Callable[[], None]) -> None:
+        self._selector, self._wake = selector, wake
+        self._resumable: list[Pump] = []
+
+    def add(self, pump: Pump) -> None:
+        """It is read from now on; a second time does no harm, nor after its end."""
+        if not pump.ended and pump.fileno() not in self._selector.get_map():
+            self._selector.register(pump, selectors.EVENT_READ, lambda: self._move(pump))
+
+    def resume(self, pump: Pump) -> None:
+        """Called on the console's thread: this pump may be read again."""
+        self._resumable.append(pump)
+        self._wake()
+
+    def turn(self, pumps: Iterable[Pump]) -> None:
+        """What is due in every turn of the loop."""
+        while self._resumable:
+            self.add(self._resumable.pop())
+        now = time.monotonic()
+        for pump in pumps:
+            pump.tick(now)
+
+    def _move(self, pump: Pump) -> None:
+        if not pump.read() or pump.paused:
+            self._selector.unregister(pump)

@@ -1,0 +1,198 @@
+"""What makes a forked worker look, to its script, like a fresh interpreter.
+
+The zygote has imported torch; a fresh interpreter has not. So the child hides what the zygote imported and reveals
+each package, already loaded, when the script imports it. That moment is also when a package would have read its
+environment variables, so settings that the script made before the import are applied then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from phalanx.launch.spec.device_count import usable_cores
+
+_OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
+
+# Read once, when a library is loaded, with no way to set them later. A script that sets one before its
+# `import torch` is heard only in an interpreter of its own.
+_ONLY_AT_LOAD = (
+    *("MKL_", "KMP_", "ATEN_", "GOMP_", "OMP_", "MALLOC_", "LD_PRELOAD", "TORCH_CPP_LOG_LEVEL"),
+    *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "PYTORCH_JIT"),
+)
+_APPLIED = ("OMP_NUM_THREADS",)
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+"""Importing sklearn sets these; no script depends on their effect on torch."""
+
+
+@dataclass
+class Disguise:
+    """What a fresh interpreter looks like, noted before the zygote imports anything."""
+
+    path: list[str]
+    modules: frozenset[str]
+    environment: dict[str, str]
+    roots: frozenset[str] = frozenset()
+    """Top-level names of everything imported since, the standard library's included."""
+    hidden: dict[str, dict[str, ModuleType]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_this_interpreter(fresh: frozenset[str]) -> Disguise:
+        """``fresh``: the modules that were there before any of ours."""
+        return Disguise(list(sys.path), fresh, dict(os.environ))
+
+    @contextlib.contextmanager
+    def visible(self, directory: str | None) -> Iterator[None]:
+        """The script's directory, for --preload: the user's own modules lie there."""
+        if directory is not None:
+            sys.path.insert(0, directory)
+        try:
+            yield
+        finally:
+            if directory is not None:
+                sys.path.remove(directory)
+
+    def note_imports(self) -> None:
+        new = {name.partition(".")[0] for name in sys.modules if name not in self.modules}
+        # multiprocessing enters the main module under a second name; it is no package of anybody's.
+        self.roots = frozenset(new - {"phalanx", "__mp_main__"})
+
+    def shadowed_by(self, directory: str | None) -> str | None:
+        """A module beside the script that a fresh interpreter would have imported in place of one loaded here."""
+        if directory is None:
+            return None
+        try:
+            entries = os.listdir(directory)  # noqa: PTH208
+        except OSError:
+            return None
+        for entry in entries:
+            name, _, extension = entry.partition(".")
+            importable = extension == "py" or (not extension and Path(directory, entry, "__init__.py").exists())
+            if importable and name in self.roots and not _comes_from(sys.modules.get(name), directory):
+                return f"{Path(directory, entry)} has the name of a module that is loaded already"
+        return None
+
+    def put_on(self) -> None:
+        """In the child: hide what was imported, and draw new random states."""
+        torch = sys.modules["torch"]
+        torch.default_generator.seed()
+        random = sys.modules.get("numpy.random")
+        if random is not None:
+            random.seed()
+        import multiprocessing
+
+        multiprocessing.current_process().authkey = os.urandom(32)
+        for name in list(sys.modules):
+            root = name.partition(".")[0]
+            if root in self.roots and root not in sys.stdlib_module_names and name not in self.modules:
+                self.hidden.setdefault(root, {})[name] = sys.modules.pop(name)
+        sys.path[:] = self.path
+        importlib.invalidate_caches()
+        sys.meta_path.insert(0, _Revealer(self))
+        if "triton" in self.hidden:
+            atexit.register(self._let_go)
+
+    def _let_go(self) -> None:
+        """Triton lists on standard error whatever of its own the interpreter has not freed at the end."""
+        for modules in self.hidden.values():
+            sys.modules.update(modules)
+        self.hidden.clear()
+        gc.unfreeze()
+
+    def apply_settings(self, root: str) -> None:
+        """What a package would have read from the environment at its import."""
+        if root == "numpy":
+            _set_openblas_threads(_openblas_threads(os.environ))
+        if root != "torch":
+            return
+        import torch
+
+        changed = {
+            name for name in {*self.environment, *os.environ} if self.environment.get(name) != os.environ.get(name)
+        }
+        if "OMP_NUM_THREADS" in changed and os.environ.get("OMP_NUM_THREADS", "").isdigit():
+            # torch takes no more at its start than there are cores.
+            torch.set_num_threads(min(int(os.environ["OMP_NUM_THREADS"]), os.cpu_count() or 1))
+        if "TORCH_DISTRIBUTED_DEBUG" in changed:
+            torch.distributed.set_debug_level_from_env()
+        if {"TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT"} & changed:
+            importlib.import_module("torch._logging._internal")._init_logs()
+        silent = (*_APPLIED, *_SET_BY_LIBRARIES)
+        late = sorted(name for name in changed if name.startswith(_ONLY_AT_LOAD) and name not in silent)
+        if late:
+            print(
+                f"phalanx: the script set {', '.join(late)} after torch was loaded, so it has no effect; "
+                "set it in the shell, or start with --start-method exec.",
+                file=sys.stderr,
+            )
+
+
+def _comes_from(module: ModuleType | None, directory: str) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(directory).resolve() in Path(file).resolve().parents
+
+
+class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds hidden packages; loading one puts it back, with all of its submodules."""
+
+    def __init__(self, disguise: Disguise) -> None:
+        self._disguise = disguise
+        self._specs: dict[str, Any] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._disguise.hidden:
+            return None
+        real = self._disguise.hidden[fullname][fullname].__spec__
+        if real is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, self, origin=real.origin)
+        spec.submodule_search_locations = real.submodule_search_locations
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = self._disguise.hidden[spec.name][spec.name]
+        self._specs[spec.name] = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        root = module.__name__
+        module.__spec__ = self._specs.pop(root)
+        sys.modules.update(self._disguise.hidden.pop(root))
+        if not self._disguise.hidden and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        self._disguise.apply_settings(root)
+
+
+def _openblas_threads(environ: Any) -> int:
+    for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
+        if environ.get(name, "").isdigit() and int(environ[name]) > 0:
+            return int(environ[name])
+    return usable_cores()
+
+
+def _set_openblas_threads(count: int) -> None:
+    """numpy's OpenBLAS was loaded with one thread, because a thread pool does not survive a fork."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    for library in {line.split(maxsplit=5)[-1] for line in maps if "openblas" in line}:
+        try:
+            loaded = ctypes.CDLL(library)
+        except OSError:  # replaced on disk since it was loaded
+            continue
+        for setter in _OPENBLAS_SETTERS:
+            if hasattr(loaded, setter):
+                getattr(loaded, setter)(count)
+                break

@@ -1,0 +1,106 @@
+"""The zygote and the keeper as processes: continuing one that is stopped, and ending all that they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping
+
+from phalanx.diagnose.processes import where
+from phalanx.errors import LaunchError
+from phalanx.launch.process import process_tree
+
+KILL_SECONDS = 3.0
+_STOPPED_SECONDS = 2.0
+"""How long one may be stopped while nothing is wanted of it."""
+
+
+class HelperLost(LaunchError):
+    """The zygote or the keeper has ended or does not answer: the attempt is lost, but another one can be made."""
+
+
+def how_ended(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def describe_end(zygote: subprocess.Popen[bytes]) -> str:
+    """How it has ended, now that it does not answer."""
+    name = f"the process that starts the workers (pid {zygote.pid})"
+    try:
+        return f"{name} was {how_ended(zygote.wait(KILL_SECONDS))}; all workers are ended"
+    except subprocess.TimeoutExpired:
+        return f"{name} does not answer; all workers are ended"
+
+
+def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether it has, within this time."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.poll() is not None
+
+
+def wait(is_there: Callable[[float], object], seconds: float, name: str, resume: Callable[..., object]) -> None:
+    """Until ``is_there``, which waits for so many seconds itself; raises HelperLost after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not is_there(min(0.5, max(0.0, deadline - time.monotonic()))):
+        resume(at_once=True)
+        if time.monotonic() >= deadline:
+            raise HelperLost(f"{name} has not answered for {seconds:g} s")
+
+
+class Stopped:
+    """Continues helpers that somebody has stopped.
+
+    A rank can be stopped on purpose. These do nothing but serve the run, which could not even be ended without them.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def resume(self, names: Mapping[int, str], *, at_once: bool) -> list[str]:
+        """Continues those that are stopped, after a while or ``at_once``; returns a sentence for each.
+
+        Args:
+            names: what each process does, by pid.
+        """
+        now = time.monotonic()
+        is_stopped = {pid for pid in names if process_tree.state(pid) == "T"}
+        self._since = {pid: self._since.get(pid, now) for pid in is_stopped}
+        due = [pid for pid, since in self._since.items() if at_once or now - since >= _STOPPED_SECONDS]
+        for pid in due:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGCONT)
+        return [f"the process that {names[pid]} (pid {pid}) was stopped; it is continued" for pid in due]
+
+
+def end_with(
+    zygote: subprocess.Popen[bytes], token: str, spared: Collection[int], workers: Collection[int]
+) -> set[int]:
+    """Ends the zygote and all processes of the run without its help; returns those that even SIGKILL has not ended.
+
+    Args:
+        spared: processes of the run that stay.
+        workers: those that it has started, for the shared memory that they may have left.
+    """
+    below = process_tree.descendants(zygote.pid) if zygote.poll() is None else set()
+    zygote.kill()
+
+    def find() -> set[int]:
+        zygote.poll()
+        return (process_tree.living(below) | process_tree.bearers(token)) - set(spared)
+
+    left = process_tree.end_all(find, KILL_SECONDS)
+    process_tree.remove_segments(workers)
+    return left
+
+
+def describe_left(left: Collection[int], ranks: Mapping[int, int]) -> list[str]:
+    """A sentence for each process that even SIGKILL has not ended. ``ranks``: by pid."""
+    return [
+        f"{f'rank {ranks[pid]}' if pid in ranks else 'a process of this run'} cannot be ended, not even by SIGKILL: "
+        f"{where(pid)}; it is left behind"
+        for pid in sorted(left)
+    ]

@@ -1,0 +1,46 @@
+"""The keeper: hosts the run's store, and sees to it that nothing outlives the agent.
+
+It serves a listening socket that was bound before anything started, so the port is never free for somebody else.
+Each attempt gets a new store on the same socket: a restarted worker cannot meet a key of the attempt before.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Any
+
+from phalanx.fd_channel import Channel
+from phalanx.launch.process import process_tree
+from phalanx.store import tcp_store
+
+_ZYGOTE_SECONDS = 15.0
+"""Longer than it takes for a process that cannot be killed."""
+
+
+def serve(channel: Channel, listener: socket.socket | None, token: str, with_nodes: bool) -> None:
+    """Runs until the agent says goodbye or dies."""
+    zygote = os.getppid()
+    if with_nodes:
+        from phalanx.launch.envoy import Envoy
+
+        Envoy(channel, listener).serve()
+    else:
+        assert listener is not None
+        _serve_workers(channel, listener)
+    # The zygote ends everything, us last. Were both to do it at once, one would kill the other before it has removed
+    # the segments of those that it has killed.
+    if not process_tree.is_gone(zygote, _ZYGOTE_SECONDS):
+        os.kill(zygote, signal.SIGKILL)
+    process_tree.end_all(lambda: process_tree.bearers(token))
+
+
+def _serve_workers(channel: Channel, listener: socket.socket) -> None:
+    store: Any = None
+    while (received := channel.receive()) is not None:
+        message, _ = received
+        if message["op"] == "fresh":
+            del store  # its thread ends and its connections close before the next one starts
+            store = tcp_store.serve(listener.getsockname()[0], listener, timeout=60.0)
+            channel.send({"event": "fresh"})

@@ -1,0 +1,44 @@
+"""How a Python process of ours is started, so that nothing of the current directory gets in its way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def open_closed_streams() -> list[int]:
+    """Opens what is closed of 0, 1 and 2 to nothing: the next file would get the number, and be printed to."""
+    opened = []
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            opened.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
+            os.set_inheritable(opened[-1], True)
+    return opened
+
+
+def command(call: str, *, ahead: bool = False) -> list[str]:
+    """The command that runs ``call``, such as ``phalanx.launch.process.zygote.main(5, fresh)``, in this interpreter.
+
+    In it ``fresh`` names the modules that an interpreter has before anything of ours is imported.
+    ``ahead``: this phalanx is taken before an installed one, in a process that has not got our PYTHONPATH.
+    """
+    root = str(Path(__file__).parents[3])
+    module = call.partition("(")[0].rpartition(".")[0]
+    add, remove = f"sys.path.append({root!r})", "sys.path.pop()"
+    if ahead:
+        add, remove = f"sys.path.insert(0, {root!r})", "sys.path.pop(0)"
+    text = (
+        f"import sys; fresh = frozenset(sys.modules); sys.path[0] == '' and sys.path.pop(0); "
+        f"{add}; import {module}; {remove}; {call}"
+    )
+    return [sys.executable, *_flags(), "-c", text]
+
+
+def _flags() -> list[str]:
+    """-O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children."""
+    import subprocess  # not needed by every command that opens its streams
+
+    return subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,299 @@
+"""Inside a worker: from the fork to the last line of the script.
+
+The same code serves a forked child and a fresh interpreter; the difference ends with `become`. The script runs as
+``__main__``, as ``python script.py`` would run it; what it raises is told to the agent before anything else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import inspect
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from phalanx import notices, secret, status
+from phalanx.events import ErrorRecord, Frame
+from phalanx.fd_channel import anonymous_file
+from phalanx.launch.process import exit_report, process_tree, python_command, torch_setup
+from phalanx.launch.process.fresh_modules import Disguise
+from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.status import layout
+
+_PACKAGE = str(Path(__file__).parents[1])
+_run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
+FOR_THE_WORKERS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+)
+"""Signals that mean the script; the zygote ignores them."""
+_LONGEST_TRACEBACK, _LONGEST_MESSAGE = 30_000, 4_000
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a new child is given."""
+
+    spec: WorkerSpec
+    parent: int
+    fds: list[int]
+    """stdin, stdout, stderr, the report pipe; for a function also its pickle and the files it refers to."""
+    disguise: Disguise
+    by_exec: bool
+    shadowed: bool
+    """A file beside the script has the name of a module that even our own start-up imports."""
+
+
+def become(birth: Birth) -> None:
+    """The child's side of the fork: a session of its own, its files and environment, then the script."""
+    spec = birth.spec
+    if spec.cpus is not None:  # first of all: memory lies where it is first written
+        os.sched_setaffinity(0, spec.cpus)
+    os.setsid()
+    process_tree.die_with_parent(birth.parent)
+    for target, fd in enumerate(birth.fds[:3]):
+        os.dup2(fd, target)  # makes the target inheritable
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(spec.environment)
+    if birth.by_exec:
+        _exec(spec, birth.fds[3:], birth.shadowed)
+    birth.disguise.put_on()
+    run(spec, birth.fds[3], birth.fds[4:])
+
+
+def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
+    program = spec.program
+    argv = spec.argv()
+    interpreter = program.interpreter
+    if shadowed and program.kind in ("script", "module"):
+        interpreter = sys.executable  # as it is: the script comes before everything, and its traceback from Python
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these two; what is executed here should not inherit that
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        if program.kind == "command":
+            os.execvp(argv[0], argv)
+        if interpreter is not None:
+            os.execvp(interpreter, [interpreter, "-u", *(["-m"] * (program.kind == "module")), *argv])
+    except OSError as error:
+        _report(fds[0], _record(spec.rank, error, None, 127))
+        os._exit(127)
+    note = anonymous_file("worker")
+    with os.fdopen(os.dup(note), "w") as file:
+        json.dump({"worker": dataclasses.asdict(spec), "secret": secret.text()}, file)
+    for fd in (note, *fds):
+        os.set_inheritable(fd, True)
+    os.execv(sys.executable, python_command.command(f"phalanx.launch.process.worker.main({[note, *fds]})"))
+
+
+def main(fds: list[int]) -> None:
+    """Entry of a worker in an interpreter of its own."""
+    note, report, *rest = fds
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    os.lseek(note, 0, os.SEEK_SET)
+    with os.fdopen(note) as file:
+        given = json.load(file)
+    secret.keep(given["secret"])
+    spec = WorkerSpec.from_fields(given["worker"])
+    torch_setup.install_on_import()
+    run(spec, report, rest)
+
+
+def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
+    """Runs the program; how it ends is how this process ends."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would be read in blocks
+    report = status.out_of_the_way(report)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
+    pid = os.getpid()
+    exit_report.tell_of_threads(lambda content: os.getpid() == pid and _tell(report, content))
+    notices.report_by(lambda text: os.getpid() == pid and _tell(report, {"notice": text}))
+    _begin_page(spec)
+    try:
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, FOR_THE_WORKERS
+        )  # what came since the fork is dealt with from here on
+        try:
+            _run_program(spec, fds)
+        except BaseException:
+            exit_report.hear_no_more_of_loaders()
+            exit_report.let_nothing_interrupt_the_end()
+            raise
+        _end_page()
+    except BaseException as error:
+        if os.getpid() == pid:  # a script's own fork may come back here as well
+            _end_with(spec, report, error)
+        raise
+
+
+def _begin_page(spec: WorkerSpec) -> None:
+    directory = spec.environment.get("PHALANX_RUN_DIR")
+    if directory is not None:
+        status.begin(Path(directory), spec.rank, int(spec.environment["WORLD_SIZE"]))
+
+
+def _end_page() -> None:
+    """The script's last line is behind it; what it has left to be done at exit may still take its time."""
+    page = status.own()
+    if page is not None:
+        page.enter(layout.DONE)
+
+
+def _run_program(spec: WorkerSpec, fds: list[int]) -> None:
+    kind, target = spec.program.kind, spec.program.target
+    if kind == "function":
+        from phalanx.launch.process import pickled_function
+
+        pickled_function.call(spec.rank, fds)
+        return
+    _clear_main()
+    sys.argv[:] = spec.argv()
+    sys.orig_argv[1:] = ["-m", *sys.argv] if kind == "module" else list(sys.argv)
+    if kind == "module":
+        _first_on_path(str(Path.cwd()))
+        _run_module_as_main(target, True)
+    elif kind == "path":
+        runpy.run_path(target, run_name="__main__")
+    elif Path(target).is_dir() or zipfile.is_zipfile(target):
+        _first_on_path(target)
+        _run_module_as_main("__main__", False)
+    else:
+        _run_script(target)
+
+
+def _run_script(target: str) -> None:
+    _first_on_path(str(Path(target).resolve().parent))
+    path = os.path.abspath(target)  # noqa: PTH100 (links stay in __file__, as Python leaves them)
+    module = sys.modules["__main__"]
+    module.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _clear_main() -> None:
+    """The module object stays: multiprocessing and pickle look it up by name."""
+    module = sys.modules["__main__"]
+    builtins = module.__dict__["__builtins__"]
+    module.__dict__.clear()
+    module.__dict__.update(
+        __name__="__main__", __doc__=None, __package__=None, __loader__=None, __spec__=None, __builtins__=builtins
+    )
+    module.__annotations__ = {}
+
+
+def _first_on_path(directory: str) -> None:
+    if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
+        sys.path.insert(0, directory)
+
+
+def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
+    """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
+    error = exit_report.real_reason(error)
+    status.complete()
+    trace = exit_report.script_side(error, _user_side)
+    error.__traceback__ = trace
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code:
+            _report(report, _record(spec.rank, error, trace, code & 0xFF))  # what sys.exit says, Python prints
+        else:
+            _end_page()
+        raise error
+    is_told = _report(report, _record(spec.rank, error, trace, 1))
+    hook = _users_hook()
+    if hook is not None:
+        hook(type(error), error, trace)
+    elif not is_told:
+        with contextlib.suppress(OSError):  # its standard error may be gone as well
+            traceback.print_exception(error)
+    sys.excepthook = lambda *_: None
+    if isinstance(error, KeyboardInterrupt):
+        raise error  # the interpreter ends itself by SIGINT, so that the shell knows
+    sys.exit(1)
+
+
+def _users_hook() -> Callable[..., Any] | None:
+    """The exception hook that the script installed. torch.distributed wraps a prefix around whatever it finds."""
+    hook = sys.excepthook
+    while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
+        wrapped = inspect.getclosurevars(hook).nonlocals.get("old_hook")
+        if wrapped is None:
+            return None
+        hook = wrapped
+    return None if hook is sys.__excepthook__ else hook
+
+
+def _user_side(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the first frame that is neither phalanx's nor runpy's."""
+    first = trace
+    while first is not None:
+        file = first.tb_frame.f_code.co_filename
+        if not (file.startswith(_PACKAGE) or file in ("<string>", "<frozen runpy>") or file == runpy.__file__):
+            return first
+        first = first.tb_next
+    return None
+
+
+def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> ErrorRecord:
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    text = "".join(traceback.format_exception(kind, error, trace))
+    summary = traceback.extract_tb(trace)
+    frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(Frame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip()))
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
+        message = "(its message cannot be shown)"
+    return ErrorRecord(
+        rank,
+        os.getpid(),
+        time.time(),
+        name,
+        _shortened(message),
+        (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
+        text[-_LONGEST_TRACEBACK:],
+        exit_code,
+        exit_report.note(error, trace),
+    )
+
+
+def _shortened(message: str) -> str:
+    """Its beginning and its end: torch puts whole tracebacks of other processes into messages."""
+    half = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
+
+
+def _report(fd: int, record: ErrorRecord) -> bool:
+    """Whether anybody could be told: the agent may be gone, or the script has closed what is not its own."""
+    return _tell(fd, {"error": dataclasses.asdict(record)})
+
+
+def _tell(fd: int, content: Mapping[str, Any]) -> bool:
+    data = json.dumps(content).encode() + b"\n"
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        return False
+    return True

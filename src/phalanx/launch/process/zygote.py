@@ -1,0 +1,223 @@
+"""The zygote: imports torch once and forks the workers.
+
+A fork copies only the thread that calls it, so the zygote never starts one; it checks that before every fork, and
+starts a plain interpreter instead when forking could not be right. It runs no code of the user's but the modules
+named by --preload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import select
+import signal
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx import secret
+from phalanx.fd_channel import Channel
+from phalanx.launch.process import keeper, oom_score, process_tree, torch_setup, worker
+from phalanx.launch.process.fresh_modules import Disguise
+from phalanx.launch.process.worker import FOR_THE_WORKERS
+from phalanx.launch.spec.launch_spec import WorkerSpec
+
+_TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")
+
+
+def main(fd: int, fresh: frozenset[str]) -> None:
+    """The zygote's life; in a forked child it goes on as the worker's."""
+    disguise = Disguise.of_this_interpreter(fresh)
+    # A job's end is often told to every process of it. The zygote's and the keeper's comes by their channels: were they
+    # to go first, the workers would be killed in the middle of their last checkpoint.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_THE_WORKERS}
+    channel = Channel.from_fd(fd)
+    received = channel.receive()
+    if received is None:
+        os._exit(0)
+    setup, fds = received
+    secret.keep(setup["secret"])
+    zygote = _Zygote(channel, disguise, setup, handlers)
+    try:
+        child = zygote.live(fds)
+    except BrokenPipeError:  # the agent died while it was being told something
+        zygote.end_everything()
+        os._exit(0)
+    # Only a child comes here, out of the zygote's stack, so that the script's frames have nothing of it below them.
+    worker.become(child)
+
+
+@dataclass
+class _Zygote:
+    channel: Channel
+    disguise: Disguise
+    setup: dict[str, Any]
+    handlers: dict[signal.Signals, Any]
+    """What a fresh interpreter does on the signals that the zygote itself ignores."""
+    keeper_pid: int = 0
+    workers: dict[int, WorkerSpec] = field(default_factory=dict)
+    """By pid, those that run."""
+    why_not_fork: str | None = None
+
+    def live(self, fds: list[int]) -> worker.Birth:
+        """Serves the agent until it goes away. Returns only in a child."""
+        if self.setup["die_with"]:
+            process_tree.die_with_parent(self.setup["die_with"])  # while importing, nobody reads the channel
+        process_tree.adopt_orphans()
+        if self.setup["start_method"] == "exec":
+            self.why_not_fork = "asked for"
+            self.disguise.note_imports()
+        else:
+            self._import()
+        process_tree.outlive_parent()
+        self._start_keeper(fds)
+        self.channel.send({"event": "ready", "prefix": sys.prefix, "executable": sys.executable})
+        wake_in, wake_out = os.pipe()
+        os.set_blocking(wake_out, False)
+        os.set_blocking(wake_in, False)
+        signal.set_wakeup_fd(wake_out, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        while True:
+            readable, _, _ = select.select([self.channel, wake_in], [], [])
+            if wake_in in readable:
+                os.read(wake_in, 4096)
+            self._report_exits()
+            if self.channel in readable:
+                birth = self._obey([wake_in, wake_out])
+                if birth is not None:
+                    return birth
+
+    def _import(self) -> None:
+        gc.disable()  # a tenth of the time of an import goes into collections that find nothing
+        for name in (*_TORCH, *self.setup["late"], *self.setup["preload"]):
+            directory = self.setup["script_directory"] if name in self.setup["preload"] else None
+            try:
+                with self.disguise.visible(directory):
+                    importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
+                if name in self.setup["late"]:
+                    continue  # only a guess at what the script will need; it will see the error itself if it does
+                self.channel.send(
+                    {"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"}
+                )
+                _flush()
+                os._exit(1)
+        _flush()
+        torch_setup.install()
+        self.disguise.note_imports()
+        gc.freeze()  # a collection in a worker must not touch, and so copy, every page shared with the others
+        gc.enable()
+        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        if threads > 1:
+            self.why_not_fork = (
+                f"{threads - 1} thread(s) were started while importing {', '.join(self.setup['preload'])}"
+            )
+        elif sys.modules["torch"].cuda.is_initialized():
+            self.why_not_fork = "CUDA was initialised while importing"
+
+    def _start_keeper(self, fds: list[int]) -> None:
+        if not fds:
+            return
+        to_agent, *listeners = fds
+        self.keeper_pid = os.fork()
+        if self.keeper_pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.channel.close()
+            import socket
+
+            listener = socket.socket(fileno=listeners[0]) if listeners else None
+            keeper.serve(Channel.from_fd(to_agent), listener, self.setup["token"], self.setup["with_nodes"])
+            os._exit(0)
+        for fd in fds:
+            os.close(fd)
+        self.channel.send({"event": "keeper started", "pid": self.keeper_pid})
+
+    def _obey(self, wake_fds: list[int]) -> worker.Birth | None:
+        received = self.channel.receive()
+        if received is None:
+            self.end_everything()
+            os._exit(0)
+        message, fds = received
+        if message["op"] == "start":
+            return self._start(WorkerSpec.from_fields(message["worker"]), fds, wake_fds)
+        if message["op"] == "signal":
+            self._signal(message["pid"], message["signal"])
+        elif message["op"] == "sweep":
+            self.channel.send({"event": "swept", "left": sorted(self._sweep())})
+        elif message["op"] == "keeper":
+            self._start_keeper(fds)
+        else:
+            raise AssertionError(f"the agent sent {message['op']!r}")
+        return None
+
+    def _signal(self, pid: int, number: int) -> None:
+        """A program of any kind may be a shell with the real one below it, so all of its group are told."""
+        if pid not in self.workers:
+            return
+        if self.workers[pid].program.kind == "command":
+            with contextlib.suppress(ProcessLookupError):  # it has not made its group yet
+                os.killpg(pid, number)
+                return
+        os.kill(pid, number)  # at least a zombie is there: only we reap
+
+    def _start(self, spec: WorkerSpec, fds: list[int], wake_fds: list[int]) -> worker.Birth | None:
+        shadow = self.disguise.shadowed_by(self.setup["script_directory"])
+        why_exec = self._why_exec(spec) or shadow
+        if why_exec and spec.start_method == "fork":
+            self.channel.send({"event": "cannot fork", "why": why_exec})
+            return None
+        parent, surplus = os.getpid(), oom_score.surplus()
+        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
+        pid = os.fork()
+        if pid == 0:
+            oom_score.offer(surplus)
+            signal.set_wakeup_fd(-1)
+            for number, handler in {**self.handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+                signal.signal(number, handler)
+            self.channel.close()
+            for fd in wake_fds:
+                os.close(fd)
+            return worker.Birth(spec, parent, fds, self.disguise, why_exec is not None, shadow is not None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
+        self.workers[pid] = spec
+        for fd in fds:
+            os.close(fd)
+        self.channel.send({"event": "started", "rank": spec.rank, "pid": pid, "exec": why_exec})
+        return None
+
+    def _why_exec(self, spec: WorkerSpec) -> str | None:
+        if spec.program.kind == "command":
+            return "the program is not Python"
+        if spec.program.interpreter is not None:
+            return f"the interpreter is {spec.program.interpreter}"
+        return self.why_not_fork
+
+    def _report_exits(self) -> None:
+        for pid, (status, memory) in process_tree.reap_children().items():
+            if pid == self.keeper_pid:
+                self.keeper_pid = 0
+                self.channel.send({"event": "keeper ended", "pid": pid, "status": status})
+            elif pid in self.workers:
+                process_tree.remove_segments([pid])
+                rank = self.workers.pop(pid).rank
+                self.channel.send({"event": "exited", "rank": rank, "pid": pid, "status": status, "memory": memory})
+
+    def _sweep(self) -> set[int]:
+        self._report_exits()
+        return process_tree.end_all(lambda: process_tree.descendants(os.getpid()) - {self.keeper_pid})
+
+    def end_everything(self) -> None:
+        """The keeper last: should we be killed in the middle of this, it does the rest."""
+        process_tree.end_all(lambda: process_tree.descendants(os.getpid()) - {self.keeper_pid})
+        process_tree.end_all(lambda: process_tree.descendants(os.getpid()))
+
+
+def _flush() -> None:
+    """What a module has printed while it was imported would be written again by every child."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the module has closed it
+                stream.flush()

@@ -1,0 +1,309 @@
+"""The agent's hand on the zygote and the keeper: start, signal, sweep, fresh store.
+
+Every request is a message; what happens to the workers comes back as events. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from phalanx import secret
+from phalanx.errors import LaunchError
+from phalanx.fd_channel import Channel
+from phalanx.launch.process import helper_processes, process_tree, python_command
+from phalanx.launch.process.helper_processes import HelperLost, how_ended
+from phalanx.launch.spec.launch_spec import WorkerSpec
+
+
+@dataclass(frozen=True)
+class Started:
+    rank: int
+    pid: int
+    why_exec: str | None
+    """Why it was not forked; None when it was."""
+
+
+@dataclass(frozen=True)
+class Exited:
+    rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    memory: int = 0
+    """Bytes that it had in memory at most, as the kernel says when it is over."""
+
+
+Event = Started | Exited
+
+_MESSAGE_SECONDS, _SWEEP_SECONDS, _STORE_SECONDS, _END_SECONDS = 10.0, 20.0, 60.0, 12.0
+"""The zygote gives up on a process that cannot be killed after 10 s; the first store may have to import torch."""
+
+
+class Nursery:
+    """One zygote, with its keeper when a listening socket is given."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        *,
+        start_method: str = "auto",
+        preload: Sequence[str] = (),
+        late: Sequence[str] = (),
+        script_directory: str | None = None,
+        listener: socket.socket | None = None,
+        with_nodes: bool = False,
+    ) -> None:
+        """``listener``: what the keeper serves; ``with_nodes``: it also speaks with other nodes."""
+        self.token = os.urandom(16).hex()
+        self.address: tuple[str, int] | None = listener.getsockname()[:2] if listener else None
+        """Where the store listens."""
+        # Kept open here: the port stays ours when the keeper has to be replaced.
+        self._listener = listener.dup() if listener is not None else None
+        self._environment = {**environment, "PHALANX_RUN_TOKEN": self.token, "OPENBLAS_NUM_THREADS": "1"}
+        self._setup = {
+            "start_method": start_method,
+            "preload": list(preload),
+            "late": list(late),
+            "script_directory": script_directory,
+            "token": self.token,
+            "with_nodes": with_nodes,
+            "secret": secret.text(),
+            # The parent-death signal is bound to the thread that forks, not to the process.
+            "die_with": os.getpid() if threading.current_thread() is threading.main_thread() else 0,
+        }
+        self._keeper: Channel | None = None
+        self._keeper_pid = 0
+        self._stores = self._answers_due = 0
+        """Asked of this keeper, and those of them that it has not answered."""
+        self.keeper_lost: str | None = None
+        """How the keeper has ended, until a new one is started."""
+        self.left: set[int] = set()
+        """Processes of the run that even SIGKILL has not ended."""
+        self._stopped = helper_processes.Stopped()
+        self._start_zygote()
+
+    def _start_zygote(self) -> None:
+        self._swept = self.ready = False
+        """``ready``: the zygote has imported what it should and takes requests."""
+        self._workers: set[int] = set()
+        """Those that have started and not ended, by pid."""
+        self.channel, theirs = Channel.pair()
+        self.channel.limit(_MESSAGE_SECONDS)
+        self._process = subprocess.Popen(
+            python_command.command(f"phalanx.launch.process.zygote.main({theirs.fileno()}, fresh)"),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C on the terminal is for the agent to pass on
+            env=self._environment,
+        )
+        theirs.close()
+        if self._keeper is None:
+            self._send_with_keeper(self._setup)
+        else:
+            self._send(self._setup)
+
+    def _send_with_keeper(self, message: Mapping[str, object]) -> None:
+        """With what a new keeper needs: its channel and the socket, if this nursery has one."""
+        if self._listener is None and not self._setup["with_nodes"]:
+            self._send(message)
+            return
+        self._keeper, its_end = Channel.pair()
+        self._keeper.limit(_MESSAGE_SECONDS)
+        self._keeper_pid = self._stores = self._answers_due = 0
+        try:
+            self._send(message, [its_end.fileno(), *([self._listener.fileno()] if self._listener else [])])
+        finally:
+            its_end.close()
+
+    def restart(self) -> None:
+        """Starts what has ended, the zygote or the keeper or both, after everything of the attempt has been ended."""
+        if self._keeper is not None and (self.keeper_lost or self._keeper.has_ended):
+            self._keeper.close()
+            self._keeper = None
+        self.keeper_lost = None
+        if self.has_ended:
+            self._start_zygote()
+        elif self._keeper is None:
+            self._send_with_keeper({"op": "keeper"})
+
+    @property
+    def keeper(self) -> Channel:
+        assert self._keeper is not None, "this nursery was made with a keeper"
+        return self._keeper
+
+    def fileno(self) -> int:
+        return self.channel.fileno()
+
+    def start(self, spec: WorkerSpec, fds: Sequence[int]) -> None:
+        """``fds``: stdin, stdout, stderr, the writing end of the report pipe, and what a function needs."""
+        environment = {**spec.environment, "PHALANX_RUN_TOKEN": self.token}
+        spec = dataclasses.replace(spec, environment=environment)
+        self._send({"op": "start", "worker": dataclasses.asdict(spec)}, fds)
+
+    def signal(self, pid: int, number: int) -> None:
+        """Only the zygote may signal a worker: it alone knows that the pid has not been given to somebody else."""
+        self._send({"op": "signal", "pid": pid, "signal": int(number)})
+
+    def next_event(self) -> Event | None:
+        """The next event, waiting for it if there is none; None when it says nothing about a worker."""
+        received = self.channel.receive()
+        if received is None:
+            raise HelperLost(helper_processes.describe_end(self._process))
+        message, _ = received
+        match message["event"]:
+            case "started":
+                self._workers.add(message["pid"])
+                return Started(message["rank"], message["pid"], message["exec"])
+            case "exited":
+                self._workers.discard(message["pid"])
+                code = os.waitstatus_to_exitcode(message["status"])
+                ended = (code, None) if code >= 0 else (None, -code)
+                return Exited(message["rank"], message["pid"], *ended, message["memory"])
+            case "ready":
+                self._check_interpreter(message)
+                self.ready = True
+            case "swept":
+                self._swept = True
+                self.left |= set(message["left"])
+            case "keeper started":
+                self._keeper_pid = message["pid"]
+            case "import failed":
+                raise LaunchError(
+                    f"cannot import {message['module']} ({message['error']}) in {sys.executable}; "
+                    f"{'install it there' if message['module'].startswith('torch') else 'correct --preload'}."
+                )
+            case "cannot fork":
+                raise LaunchError(f"--start-method fork is not possible: {message['why']}. Use auto or exec.")
+            case "keeper ended" if message["pid"] == self._keeper_pid:
+                how = how_ended(os.waitstatus_to_exitcode(message["status"]))
+                self.keeper_lost = f"the process that hosts the store (pid {self._keeper_pid}) was {how}"
+                if self._setup["with_nodes"]:
+                    raise LaunchError(f"{self.keeper_lost}; all workers are ended.")
+        return None
+
+    def _check_interpreter(self, message: Mapping[str, str]) -> None:
+        """M17: the workers run in the launcher's own interpreter and environment, or nothing is started."""
+        if message["prefix"] != sys.prefix:
+            raise LaunchError(
+                f"the workers would run in {message['prefix']}, but this launcher runs in {sys.prefix}; "
+                "activate one environment and start again."
+            )
+
+    def sweep(self) -> list[Event]:
+        """Ends whatever the workers left behind; returns what was heard meanwhile. See ``left``."""
+        self._swept = False
+        self._send({"op": "sweep"})
+        heard = []
+        while not self._swept:
+            self._await(self.channel, _SWEEP_SECONDS, f"the process that starts the workers (pid {self.pid})")
+            event = self.next_event()
+            if event is not None:
+                heard.append(event)
+        return heard
+
+    def fresh_store(self) -> None:
+        """A new, empty store behind the listening socket.
+
+        The first one of a keeper need not be waited for: connections made before it is there wait in the backlog. A
+        later one must be, or a fast worker would still meet the store of the attempt before.
+        """
+        name = f"the process that hosts the store (pid {self._keeper_pid})"
+        try:
+            self.keeper.send({"op": "fresh"})
+            self._stores += 1
+            self._answers_due += 1
+            while self._stores > 1 and self._answers_due:
+                self._await(self.keeper, _STORE_SECONDS, name)
+                if self.keeper.receive() is None:
+                    raise HelperLost(f"{name} has ended")
+                self._answers_due -= 1
+        except (OSError, HelperLost) as error:
+            self.keeper_lost = str(error) if isinstance(error, HelperLost) else f"{name} has ended"
+            if not self._keeper_pid and helper_processes.has_ended(self._process, helper_processes.KILL_SECONDS):
+                self.keeper_lost = helper_processes.describe_end(self._process)  # before it could start the keeper
+            self.keeper.close()
+            if process_tree.state(self._keeper_pid):  # it is silent
+                with contextlib.suppress(ProcessLookupError):  # it has just ended after all
+                    os.kill(self._keeper_pid, signal.SIGKILL)
+            raise HelperLost(self.keeper_lost) from None
+
+    def _await(self, channel: Channel, seconds: float, name: str) -> None:
+        """Until something can be read from it. A process that is stopped is continued, since it is needed."""
+        helper_processes.wait(
+            lambda second: select.select([channel], [], [], second)[0], seconds, name, self.check_helpers
+        )
+
+    def check_helpers(self, *, at_once: bool = False) -> list[str]:
+        """Continues the zygote and the keeper when they are stopped, and returns what there is to say of it.
+
+        A keeper that has outlived its zygote has nobody else to notice its end.
+        """
+        if self._keeper is not None and not self.keeper_lost and self._keeper.has_ended:
+            self.keeper_lost = f"the process that hosts the store (pid {self._keeper_pid}) has ended"
+        names = {self.pid: "starts the workers", self._keeper_pid: "hosts the store"}
+        return self._stopped.resume({pid: name for pid, name in names.items() if pid}, at_once=at_once)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """The zygote is gone; nothing can be started any more."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """For a start that is called off: there are no workers yet, and the zygote may be busy importing."""
+        self._process.kill()
+
+    def abort(self) -> None:
+        """Ends the zygote and all that it has started without its help; ``left`` says what cannot be ended."""
+        self.channel.close()
+        spared = {*self.left, *([self._keeper_pid] if self._keeper is not None else [])}
+        self.left |= helper_processes.end_with(self._process, self.token, spared, self._workers)
+        self._workers.clear()
+
+    def close(self) -> None:
+        """Ends everything that is left, the zygote included; harmless the second time."""
+        self.channel.close()
+        with contextlib.suppress(KeyboardInterrupt, HelperLost):
+            limit = 0.0 if self.left else _END_SECONDS
+            helper_processes.wait(
+                partial(helper_processes.has_ended, self._process), limit, "the zygote", self.check_helpers
+            )
+        is_in_order = self._end_keeper() if self._process.poll() is not None and not self.left else False
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
+        if self._process.poll() != 0 or not is_in_order:  # else it has ended everything
+            self.abort()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _end_keeper(self) -> bool:
+        """The zygote ends it with itself, unless that was replaced: then it ends by itself. Whether it has."""
+        if self._keeper is None:
+            return True
+        self._keeper.end()
+        with contextlib.suppress(HelperLost, OSError):
+            while not self._keeper.has_ended:
+                self._await(self._keeper, _END_SECONDS, "the keeper")
+                self._keeper.receive()
+        return self._keeper.has_ended
+
+    def _send(self, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+        try:
+            self.channel.send(message, fds)
+        except OSError:
+            raise HelperLost(helper_processes.describe_end(self._process)) from None

@@ -1,0 +1,1 @@
+"""Runs that one command starts on several hosts."""

@@ -1,0 +1,66 @@
+"""All hosts have answered: whether they fit together, and where they are to meet. Functions of what they said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phalanx.errors import LaunchError
+from phalanx.launch.remote.host_connection import Outpost
+from phalanx.launch.spec import network
+from phalanx.launch.spec.launch_spec import LaunchSpec, placements
+from phalanx.ports import LOOPBACK
+
+_MUST_AGREE = ("Python", "torch", "phalanx")
+
+
+def compare(outposts: Sequence[Outpost]) -> None:
+    """An error for each host that would compute with something else than the first."""
+    first, *others = outposts
+    wrong = []
+    for what in _MUST_AGREE:
+        expected = _hello(first)[what]
+        for other in others:
+            found = _hello(other)[what]
+            if found != expected:
+                wrong.append(
+                    f"{other.name} has {what} {found}, but {first.name} has {expected}; install the same on all hosts."
+                )
+    if wrong:
+        raise LaunchError("\n".join(wrong))
+
+
+def master(outposts: Sequence[Outpost], spec: LaunchSpec) -> tuple[str, int]:
+    """Address and port of the first host as the others see it."""
+    first, *others = outposts
+    port = spec.master_port or _hello(first)["port"]
+    if spec.master_addr != LOOPBACK:
+        return spec.master_addr, port
+    if first.way.kind == "ssh":
+        candidates = [_hello(first)["server"]]
+    else:
+        candidates = [_hello(other)["client"] for other in others if first.way.kind == "here"]
+        candidates += [_hello(other)["first"] for other in others]
+    for address in candidates:
+        # One with a scope means another network on every machine.
+        if address and not network.is_loopback(address) and "%" not in address:
+            return address, port
+    raise LaunchError(
+        f"it is not known by which address the other hosts reach {first.name}; give it with --master-addr."
+    )
+
+
+def roll(outposts: Sequence[Outpost]) -> str:
+    """Who has which ranks, in a line."""
+    sizes = [_hello(outpost)["nproc"] for outpost in outposts]
+    everyone = placements(sizes)
+    parts = []
+    for outpost in outposts:
+        ranks = [place.rank for place in everyone if place.node == outpost.node]
+        parts.append(f"{outpost.name} {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else ""))
+    text = f"{sum(sizes)} rank{'s' * (sum(sizes) > 1)} on {len(outposts)} host{'s' * (len(outposts) > 1)}"
+    return f"{text}: {', '.join(parts[:8])}{', …' if len(parts) > 8 else ''}"
+
+
+def _hello(outpost: Outpost) -> dict:
+    assert outpost.hello is not None, "all have answered"
+    return outpost.hello

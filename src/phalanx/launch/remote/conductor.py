@@ -1,0 +1,266 @@
+"""Runs where the command was typed, without torch: starts the agents of all hosts, and is their one voice.
+
+One way a host (reach.py) leads to a remote (remote.py). The remotes answer for their machines; when all fit, they are
+told where to meet, and run agents as if each had been started by hand. What those say comes here, from every node, and
+is shown once. The standard input of a remote is its lifeline: with the conductor, all ends.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx import secret
+from phalanx.errors import LaunchError
+from phalanx.launch.agent.signal_events import Signals
+from phalanx.launch.output import wire_protocol
+from phalanx.launch.output.console import Console
+from phalanx.launch.output.pipe_set import Pumps
+from phalanx.launch.remote import compatibility, forwarded_env
+from phalanx.launch.remote.host_connection import Outpost
+from phalanx.launch.remote.transports import find_way
+from phalanx.launch.spec.launch_spec import Fleet, LaunchSpec
+
+_TICK = 0.5
+_OTHERS_MAY_ANSWER = 3.0  # after one host has failed to: all that are wrong are named at once
+_OTHERS_MAY_END = 2.0  # after one has ended with a failure: by themselves, before they are told to
+_LAST_WORDS = 10.0  # beside the shutdown timeout, until a way is killed
+_DRAIN_SECONDS = 2.0
+_HANG_UP_SECONDS = 2.0  # for remotes that have answered, and have not been told to start
+
+
+def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *, is_launch: bool = False) -> int:
+    """Starts ``argv`` on all hosts of the spec and stays until their end; returns the exit code.
+
+    ``is_launch``: it is to be read as ``python -m phalanx.launch`` reads it.
+    """
+    assert spec.fleet is not None
+    secret.make()
+    order = {
+        "argv": list(argv),
+        "launch": is_launch,
+        "directory": str(Path.cwd()),
+        "environment": forwarded_env.pack(environ, spec.fleet.export),
+        "nnodes": len(spec.fleet.hosts),
+        "secret": secret.text(),
+    }
+    return _Conductor(spec, spec.fleet, order).run()
+
+
+class _Conductor:
+    def __init__(self, spec: LaunchSpec, fleet: Fleet, order: dict[str, Any]) -> None:
+        self._spec, self._fleet, self._order = spec, fleet, order
+        ways = [find_way(host, fleet) for host in fleet.hosts]
+        self._console = Console()
+        self._selector = selectors.DefaultSelector()
+        self._signals = Signals((*spec.signals, "SIGCHLD"), self._selector)
+        self._pumps = Pumps(self._selector, self._signals.wake)
+        self._ways = ways
+        self._outposts: list[Outpost] = []
+        self._signalled: list[int] = []
+        self._shown: set[str] = set()
+        self._verdict: str | None = None
+        self._has_cause = False
+        self._exit_code = 0
+        self._end_by: float | None = None
+        """When the ones that are left are told to end; set by the first that failed."""
+        self._kill_by: float | None = None
+        self._beat_at = 0.0
+
+    def drained(self) -> None:
+        """The console has written the conductor's own lines; nothing waits for that."""
+
+    def run(self) -> int:
+        self._signals.take()
+        try:
+            self._start_all()
+            self._await_answers()
+            if not self._signalled:
+                self._send_off()
+                self._turn_until(lambda: all(outpost.is_over for outpost in self._outposts))
+                self._tell_verdict()
+            return 128 + self._signalled[0] if self._signalled else self._exit_code
+        finally:
+            self._signals.restore()
+            self._close()
+
+    # ---- bringing them together
+
+    def _start_all(self) -> None:
+        if self._fleet.way == "srun":
+            names = ", ".join(host.name for host in self._fleet.hosts)
+            self._say(f"SLURM gives {len(self._fleet.hosts)} nodes ({names}); starting on all of them with srun")
+        first = self._ways[0]
+        for node, way in enumerate(self._ways):
+            outpost = Outpost(node, way, self._console, self._pumps.resume, self._hear)
+            self._outposts.append(outpost)
+            for stream in outpost.streams:
+                self._pumps.add(stream)
+            # Who is not reached by ssh does not learn from ssh by which address; the others may know its name.
+            resolve = first.host.name if first.kind != "ssh" and node > 0 else None
+            outpost.send(
+                **self._order, node=node, name=way.host.name, slots=way.host.slots, kind=way.kind, resolve=resolve
+            )
+
+    def _await_answers(self) -> None:
+        """Until every host is ready. What is wrong with several is said of all of them."""
+        started = time.monotonic()
+        patience = started + self._spec.rdzv_timeout
+
+        def is_settled() -> bool:
+            nonlocal patience
+            waiting = [outpost for outpost in self._outposts if not (outpost.hello or outpost.refusal)]
+            if any(outpost.refusal for outpost in self._outposts):
+                patience = min(patience, time.monotonic() + _OTHERS_MAY_ANSWER)
+            self._show(f"{len(self._outposts) - len(waiting)} of {len(self._outposts)} hosts have answered")
+            return not waiting or time.monotonic() >= patience or bool(self._signalled)
+
+        self._turn_until(is_settled)
+        if self._signalled:
+            return
+        refusals = [outpost.refusal for outpost in self._outposts if outpost.refusal]
+        silent = [outpost.name for outpost in self._outposts if not (outpost.hello or outpost.refusal)]
+        if silent and not refusals:
+            refusals = [f"{', '.join(silent)} did not answer within {self._spec.rdzv_timeout:g} s (--rdzv-timeout)."]
+        if refusals:
+            raise LaunchError("\n".join(refusals))
+        compatibility.compare(self._outposts)
+
+    def _send_off(self) -> None:
+        """All fit: they are told where to meet, and start."""
+        where: dict[str, Any] = {}
+        if len(self._outposts) > 1:
+            address, port = compatibility.master(self._outposts, self._spec)
+            where = {"master_addr": address, "master_port": port}
+        self._say(compatibility.roll(self._outposts))
+        for outpost in self._outposts:
+            outpost.send(go=where)
+
+    # ---- the loop
+
+    def _turn_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            for key, _ in self._selector.select(_TICK):
+                key.data()
+            self._obey_signals()
+            self._pumps.turn(stream for outpost in self._outposts for stream in outpost.streams)
+            now = time.monotonic()
+            if now >= self._beat_at:
+                self._beat_at = now + wire_protocol.BEAT_SECONDS
+                for outpost in self._outposts:
+                    outpost.beat()
+            for outpost in self._outposts:
+                outpost.flush()
+                if not outpost.is_over and outpost.poll() is not None:
+                    self._finish(outpost)
+            self._end_what_is_left(now)
+
+    def _finish(self, outpost: Outpost) -> None:
+        """Its way has ended: what is left in the pipes is read, and its end is understood."""
+        deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
+        while not outpost.has_drained and time.monotonic() < deadline:
+            for stream in outpost.streams:
+                self._pumps.add(stream)
+            for key, _ in self._selector.select(0.1):
+                key.data()
+        outpost.is_over = True
+        code = outpost.poll()
+        assert code is not None
+        if outpost.hello is None:
+            outpost.refusal = outpost.refusal or outpost.way.why_not_started(code, outpost.said)
+        elif outpost.ended_with is None:
+            self._fail(outpost.way.why_lost(code, outpost.said) + "; all hosts are stopped")
+            self._end_by = time.monotonic()
+        elif outpost.ended_with != 0:
+            self._exit_code = self._exit_code or outpost.ended_with
+            if not self._signalled:  # else all are stopping, each in the time that its ranks need
+                self._end_by = self._end_by or time.monotonic() + _OTHERS_MAY_END
+
+    def _fail(self, text: str) -> None:
+        """The conductor's own reason to end the run. The first reason is the one that is told."""
+        self._exit_code = self._exit_code or 1
+        if not self._has_cause and self._verdict is None and not self._signalled:
+            self._has_cause = True
+            self._say(text)
+
+    def _end_what_is_left(self, now: float) -> None:
+        left = [outpost for outpost in self._outposts if not outpost.is_over]
+        if self._end_by is not None and now >= self._end_by and self._kill_by is None:
+            self._kill_by = now + self._spec.shutdown_timeout + _LAST_WORDS
+            for outpost in left:
+                outpost.send(signal=int(signal.SIGTERM))
+        if self._kill_by is not None and now >= self._kill_by:
+            for outpost in left:
+                self._fail(f"{outpost.name} has not ended in time; its connection is closed")
+                outpost.kill()  # the remote sees its lifeline end
+
+    # ---- what they say
+
+    def _hear(self, outpost: Outpost, message: dict[str, Any]) -> None:
+        if "hello" in message:
+            outpost.greet(message["hello"])
+        elif "refused" in message:
+            if outpost.hello is None:
+                outpost.refusal = f"{outpost.name}: {message['refused']}"
+            else:
+                self._fail(f"{outpost.name}: {message['refused']}")
+                self._end_by = time.monotonic()
+        elif "ended" in message:
+            outpost.ended_with = message["ended"]
+        else:
+            self._pass_on(message["say"], message["topic"])
+
+    def _pass_on(self, text: str, topic: str) -> None:
+        """Every node says the same, or a consequence of it; a person wants to read it once."""
+        if topic == "verdict" and not self._has_cause:
+            self._verdict = self._verdict or text  # below the last lines of all nodes
+        elif topic == "cause" and not self._has_cause and self._verdict is None:
+            self._has_cause = True
+            self._say(text)
+        elif (topic == "" or (topic == "signal" and self._signalled)) and text not in self._shown:
+            self._shown.add(text)
+            self._say(text)
+
+    def _tell_verdict(self) -> None:
+        if self._verdict is not None:
+            while not self._console.flush(0.2) and not self._signalled:
+                self._obey_signals()
+            self._say(self._verdict)
+
+    # ---- signals
+
+    def _obey_signals(self) -> None:
+        while self._signals.pending:
+            number = self._signals.pending.pop(0)
+            if number == signal.SIGCHLD:
+                continue  # it has woken the loop
+            self._signalled.append(number)
+            for outpost in self._outposts:
+                if len(self._signalled) > 2:
+                    outpost.kill()  # asked, asked for at once, and still here
+                elif not outpost.is_over:
+                    outpost.send(signal=number)
+            self._kill_by = self._kill_by or time.monotonic() + self._spec.shutdown_timeout + _LAST_WORDS
+
+    # ---- the end
+
+    def _show(self, text: str) -> None:
+        if self._console.is_terminal[self._console.err]:
+            self._console.show_live(self._console.err, f"phalanx: {text}".encode())
+
+    def _say(self, text: str) -> None:
+        self._console.put(self, self._console.err, f"phalanx: {text}\n".encode(errors="replace"))
+
+    def _close(self) -> None:
+        for outpost in self._outposts:
+            outpost.hang_up()
+        patience = time.monotonic() + _HANG_UP_SECONDS
+        for outpost in self._outposts:
+            outpost.close(max(0.0, patience - time.monotonic()) if outpost.hello else 0.0)
+        self._console.close(timeout=2.0 if self._signalled else None)
+        self._selector.close()
+        self._signals.close()

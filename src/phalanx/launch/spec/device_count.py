@@ -1,0 +1,117 @@
+"""Cores and GPUs of this machine, counted without torch.
+
+Importing torch to count GPUs would cost the launcher a second and could initialise CUDA before a fork.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from phalanx import systems
+from phalanx.errors import UsageError
+from phalanx.launch.spec.launch_spec import LaunchSpec, check_processes
+
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+
+
+def usable_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
+    """Cores this process may use: its affinity, and the container's quota if that is smaller."""
+    cores = systems.affinity()
+    try:
+        quota, period = cgroup_limit.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    if quota == "max":
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
+
+
+def thread_setting(
+    processes: int, environ: Mapping[str, str], bindings: Sequence[Sequence[int]] | None = None
+) -> dict[str, str]:
+    """OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank.
+
+    ``bindings``: the CPUs of each rank; none gets more threads than CPUs.
+    """
+    if "OMP_NUM_THREADS" in environ or (processes == 1 and bindings is None):
+        return {}
+    bound = min((len(cpus) for cpus in bindings or ()), default=usable_cores())
+    return {"OMP_NUM_THREADS": str(max(1, min(usable_cores() // processes, bound)))}
+
+
+def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+    """The CUDA GPUs a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
+    return tuple(str(index) for index in range(len(gpu_numbers(dev))))
+
+
+def gpu_numbers(dev: Path) -> list[int]:
+    """The numbers of the NVIDIA devices below ``dev``, as the driver gives them."""
+    return sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
+
+
+def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
+    """What the launcher has chosen for the ranks; empty when that was not its choice."""
+    count = environ.get("OMP_NUM_THREADS")
+    if count == os.environ.get("OMP_NUM_THREADS"):
+        return ""
+    how = f"cores {usable_cores()}, divided by ranks"
+    if spec.cpus is not None:
+        how += f", at most those of --numa-binding {spec.numa_binding}"
+    return f", OMP_NUM_THREADS={count} for each ({how})"
+
+
+def choose_cards(
+    asked: str, environ: Mapping[str, str], dev: Path = Path("/dev"), *, must_exist: bool = True
+) -> tuple[str, ...]:
+    """``--devices 0,3``: numbers within what is visible, so that it composes with a scheduler's choice.
+
+    ``must_exist``: they are GPUs of this machine.
+    """
+    try:
+        indices = [int(part) for part in asked.split(",")]
+    except ValueError:
+        raise UsageError(f"--devices {asked!r} is not a list of numbers; give them like 0,3.") from None
+    if len(set(indices)) != len(indices):
+        raise UsageError(f"--devices {asked} names a GPU twice; give each once.")
+    visible = visible_cards(environ, dev)
+    if min(indices) < 0:
+        raise UsageError(f"--devices {asked} has a negative number; GPUs count from 0.")
+    if not visible and not (must_exist and _has_no_gpu(environ, dev)):
+        return tuple(str(index) for index in indices)
+    if not visible:
+        raise UsageError(f"--devices {asked}, but no GPU is visible here; leave it out to run on CPUs.")
+    for index in indices:
+        if not 0 <= index < len(visible):
+            raise UsageError(
+                f"--devices {asked} asks for GPU {index}, but {len(visible)} GPU(s) are visible "
+                f"({','.join(visible)}); count from 0 to {len(visible) - 1}."
+            )
+    return tuple(visible[index] for index in indices)
+
+
+def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
+    """Those of AMD, of WSL2 and of a Jetson cannot be counted by their files."""
+    others = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
+    return environ.get("CUDA_VISIBLE_DEVICES") is not None or not any((dev / name).exists() for name in others)
+
+
+def process_count(asked: str, cards: tuple[str, ...]) -> int:
+    """``--nproc-per-node``: a number, or cpu, gpu, auto."""
+    if asked == "cpu":
+        return usable_cores()
+    if asked == "gpu":
+        if not cards:
+            raise UsageError("--nproc-per-node gpu, but no CUDA GPU is visible here; give a number, or cpu.")
+        return len(cards)
+    if asked == "auto":
+        return len(cards) or usable_cores()
+    try:
+        count = int(asked)
+    except ValueError:
+        raise UsageError(f"--nproc-per-node {asked!r} is unknown; give a number, auto, cpu or gpu.") from None
+    return check_processes(count, "--nproc-per-node")

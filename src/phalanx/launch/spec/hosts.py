@@ -1,0 +1,183 @@
+"""The hosts of a run that one command starts: from a flag, a file or SLURM to a list. Nothing here connects."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from phalanx.cluster import slurm
+from phalanx.errors import UsageError
+from phalanx.launch.spec import network
+from phalanx.launch.spec.launch_spec import MOST_PROCESSES, Fleet, Host
+
+_HOST = re.compile(
+    r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<name>[^\s:@\[\]]+))(?::(?P<slots>.*))?"
+)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def find_fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
+    """The machines that this command is to start; None when it is to start this one alone."""
+    if arguments.hosts is not None and arguments.hostfile is not None:
+        raise UsageError("--hosts and --hostfile contradict each other; give one of them.")
+    if arguments.hosts is not None:
+        hosts, way = parse_hosts(arguments.hosts), "ssh"
+    elif arguments.hostfile is not None:
+        hosts, way = read_hostfile(arguments.hostfile), "ssh"
+    else:
+        hosts, way = _allocated(arguments, environ), "srun"
+        if len(hosts) < 2:
+            return None
+    if way == "ssh":
+        _check_flags(arguments, len(hosts))
+    return Fleet(hosts, way, _words(arguments.ssh), _names(arguments.export))
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """``a:8,user@b:4,[fd00::7]:2,c``."""
+    parts = [part.strip() for part in text.split(",")]
+    return _unique((parse_host(part, f"--hosts has {part!r}"), f"--hosts {text}") for part in parts)
+
+
+def parse_host(text: str, where: str) -> Host:
+    """``where`` begins the sentence of an error."""
+    found = _HOST.fullmatch(text)
+    if found is None or text.startswith("-") or ":" in (found["slots"] or ""):
+        raise UsageError(f"{where}, which is no host; write name, name:8, user@name:8, or [fd00::7]:8 for IPv6.")
+    name = found["six"] or found["name"]
+    if name.startswith("-"):  # ssh would take it for an option
+        raise UsageError(f"{where}, which is no host: a name cannot begin with a dash.")
+    return Host(name, _slots(found["slots"], where), found["user"])
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """A host a line: ``name``, ``name slots=8`` or ``name:8``; ``#`` begins a comment."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(f"--hostfile {path} cannot be read: {reason}.") from None
+    hosts = _unique(_entries(path, lines))
+    if not hosts:
+        raise UsageError(f"--hostfile {path} names no host; write one a line, such as `node1 slots=8`.")
+    return hosts
+
+
+def _entries(path: str, lines: Iterable[str]) -> Iterable[tuple[Host, str]]:
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"line {number} of {path}"
+        host = parse_host(words[0], f"{where} has {words[0]!r}")
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key != "slots" or host.slots is not None:
+                raise UsageError(f"{where} has {word!r}, which is unknown there; write `{host.name} slots=8`.")
+            host = Host(host.name, _slots(value, f"{where} has {word!r}"), host.user)
+        yield host, where
+
+
+def _slots(text: str | None, where: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        slots = int(text) if text.isascii() and text.isdigit() else 0
+    except ValueError:  # more digits than Python reads
+        slots = 0
+    if not 1 <= slots <= MOST_PROCESSES:
+        raise UsageError(f"{where}, but the number of processes is a whole number from 1 to {MOST_PROCESSES}.")
+    return slots
+
+
+def _unique(found: Iterable[tuple[Host, str]]) -> tuple[Host, ...]:
+    hosts: dict[str, Host] = {}
+    for host, where in found:
+        if host.name in hosts:
+            raise UsageError(f"{where} names {host.name} twice; give each host once, with all of its processes.")
+        hosts[host.name] = host
+    return tuple(hosts.values())
+
+
+def _check_flags(arguments: argparse.Namespace, count: int) -> None:
+    """What says how this machine meets the others has no place when one command starts them all."""
+    if arguments.nnodes not in (None, str(count)):
+        raise UsageError(f"--nnodes {arguments.nnodes}, but {count} host(s) are given; leave out --nnodes.")
+    for flag, given in (
+        ("--node-rank", arguments.node_rank != 0),
+        ("--standalone", arguments.standalone),
+        ("--rdzv-endpoint", arguments.rdzv_endpoint),
+        ("--rdzv-backend c10d", arguments.rdzv_backend == "c10d"),
+    ):
+        if given:
+            raise UsageError(f"{flag} is for one command on each machine; leave it out, or leave out the hosts.")
+    address = arguments.master_addr
+    if count > 1 and address is not None and (address == "localhost" or network.is_loopback(address)):
+        raise UsageError(
+            f"--master-addr {address} means another machine on each of the {count} hosts; leave it out, or give the "
+            "first host's address on the network."
+        )
+
+
+def _words(ssh: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(ssh))
+    except ValueError as error:
+        raise UsageError(f"--ssh {ssh!r} cannot be read ({error}); give a command such as 'ssh -p 2222'.") from None
+    if not words:
+        raise UsageError("--ssh is empty; give a command such as 'ssh -p 2222'.")
+    return words
+
+
+def _names(export: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in export.split(",") if name.strip())
+    for name in names:
+        if not _VARIABLE.fullmatch(name):
+            raise UsageError(f"--export has {name!r}; give names of variables, such as WANDB_MODE, not values.")
+    return names
+
+
+def is_here(host: Host) -> bool:
+    """Whether it is this very machine. Who gives a user wants to log in all the same."""
+    own = socket.gethostname()
+    if host.user is not None or host.name in ("localhost", own):
+        return host.user is None
+    if host.name.partition(".")[0] != own.partition(".")[0] and not re.fullmatch(r"[\d.]+|.*:.*", host.name):
+        return False  # asking the name service about each of a hundred hosts could take minutes
+    return network.leads_here(host.name)
+
+
+# ---- SLURM
+
+
+def _allocated(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
+    """The hosts of the allocation around this command, when it is to be spread over them."""
+    nodelist = environ.get("SLURM_JOB_NODELIST")
+    asked = arguments.nnodes is not None or arguments.standalone or arguments.rdzv_endpoint or arguments.node_rank
+    if not nodelist or asked or slurm.is_task(environ):
+        return ()
+    return tuple(Host(name) for name in _expand(nodelist))
+
+
+def _expand(nodelist: str) -> list[str]:
+    """``gpu[01-03,7]`` and the like, by SLURM's own tool."""
+    if not re.search(r"[\[,]", nodelist):
+        return [nodelist]
+    instead = "name the hosts with -H, or give --standalone to use this machine alone"
+    command = ["scontrol", "show", "hostnames", nodelist]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except FileNotFoundError:
+        raise UsageError(f"SLURM_JOB_NODELIST={nodelist}, but scontrol is not on PATH; {instead}.") from None
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"`{shlex.join(command)}` has not answered for 30 s; {instead}.") from None
+    names = done.stdout.split()
+    if done.returncode != 0 or not names:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UsageError(f"`{shlex.join(command)}` failed ({said}); {instead}.")
+    return names

@@ -1,0 +1,63 @@
+"""What can be known of a program before it is started."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from phalanx.errors import UsageError
+from phalanx.launch.spec.launch_spec import LaunchSpec
+
+_LATE = {
+    "torch._dynamo": ("DistributedDataParallel", "data_parallel(", "torch.compile"),
+    "torch.distributed.checkpoint": ("Checkpointer(", "distributed.checkpoint"),
+}
+"""Modules that are imported late, and the words in a script that lead to it."""
+
+
+def check(spec: LaunchSpec) -> None:
+    """What would fail on every rank is said once, before anything starts."""
+    program = spec.program
+    if program.kind in ("script", "path"):
+        _check_readable(program.target)
+    if program.kind == "path" and not Path(program.target).is_absolute():
+        raise UsageError(f"--run-path needs an absolute path, but got {program.target}.")
+    if program.interpreter is not None and shutil.which(program.interpreter) is None:
+        raise UsageError(
+            f"PYTHON_EXEC={program.interpreter} is not on PATH or not executable; unset it, or correct it."
+        )
+    if program.kind == "command" and shutil.which(program.target) is None:
+        raise UsageError(f"the program {program.target} is not on PATH or not executable.")
+
+
+def _check_readable(script: str) -> None:
+    try:
+        Path(script).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"the script {script} does not exist (looked in {Path.cwd()}).") from None
+    except OSError as error:
+        raise UsageError(f"the script {script} cannot be read: {error.strerror}.") from None
+
+
+def script_directory(spec: LaunchSpec) -> str | None:
+    """What will stand first on the workers' sys.path."""
+    if spec.program.kind == "module":
+        return str(Path.cwd())
+    if spec.program.kind == "script":
+        target = Path(spec.program.target).resolve()
+        return str(target if target.is_dir() else target.parent)
+    return None
+
+
+def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
+    """What would be imported late, in every rank, when a model is wrapped or saved: better once, before the fork.
+
+    A look at the script's text decides. A wrong guess costs a second or two, and nothing else.
+    """
+    if spec.nproc_per_node == 1 or spec.program.kind != "script":
+        return ()
+    try:
+        text = Path(spec.program.target).read_text(errors="replace")
+    except OSError:
+        return ()  # a directory or an archive
+    return tuple(module for module, words in _LATE.items() if any(word in text for word in words))

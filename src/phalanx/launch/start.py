@@ -1,0 +1,121 @@
+"""The first steps of a run, in the order that starts it soonest.
+
+What cannot work is an error before anything starts. Then the zygote is started, and only while it imports torch does
+the agent import the rest of itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from phalanx import events, ports, secret
+from phalanx.errors import PortBusy, UsageError
+from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.spec import network, numa, preflight
+from phalanx.launch.spec.device_count import thread_setting, visible_cards
+from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.launch.spec.network import Route
+
+
+def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
+    """Starts this machine's part of a run and stays until its end; returns the exit code."""
+    preflight.check(spec)
+    spec = _bind(spec, environ)
+    _raise_file_limit(spec)
+    route = find_route(spec)
+    if route is None:
+        secret.make()
+    with contextlib.ExitStack() as stack:
+        listener = _listener(spec, route)
+        if listener is not None:
+            stack.enter_context(contextlib.closing(listener))
+        directory = events.new_run_directory(Path(spec.log_dir), events.new_run_id())
+        environment = {
+            **environ,
+            **thread_setting(spec.nproc_per_node, environ, spec.cpus),
+            "PHALANX_RUN_DIR": str(directory),
+        }
+        nursery = Nursery(
+            environment,
+            start_method="exec" if spec.program.kind == "command" else spec.start_method,
+            preload=spec.preload,
+            late=preflight.late_imports(spec),
+            script_directory=preflight.script_directory(spec),
+            listener=listener,
+            with_nodes=route is not None,
+        )
+    with contextlib.closing(nursery):
+        from phalanx.launch.agent.agent import Agent
+
+        return Agent(spec, environment, nursery, directory, route).run()
+
+
+def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
+    """With the CPUs of each rank, if they are to be bound."""
+    if spec.numa_binding is None:
+        return spec
+    gpus = spec.devices if spec.devices is not None else visible_cards(environ)
+    cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
+    return dataclasses.replace(spec, cpus=cpus)
+
+
+def _listener(spec: LaunchSpec, route: Route | None) -> socket.socket | None:
+    """What the keeper serves: the ranks' store when there is one node, or the one where the nodes meet."""
+    if route is None:
+        return ports.listen(ports.LOOPBACK, spec.master_port)
+    if spec.rdzv_backend == "static":
+        return ports.listen(route.address, spec.master_port) if spec.node_rank == 0 else None
+    is_own = network.is_own(route.master)
+    if not (is_own if spec.is_host is None else spec.is_host):
+        return None
+    try:
+        return ports.listen(route.master if is_own else route.address, spec.master_port)
+    except PortBusy:
+        return None  # another agent of this machine may serve it; if it is anything else, the keeper will say so
+
+
+def find_route(spec: LaunchSpec) -> Route | None:
+    """The way to the other nodes; None when there are none."""
+    fewest, most = spec.nnodes
+    if most == 1:
+        return None
+    is_static = spec.rdzv_backend == "static"
+    if is_static and fewest != most:
+        raise UsageError(
+            f"--nnodes {fewest}:{most} is a range, and nodes that come and go need --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT; or give their number."
+        )
+    if spec.master_addr == ports.LOOPBACK:
+        if is_static:
+            raise UsageError(f"--nnodes {most} needs --master-addr: the address of the machine with --node-rank 0.")
+        raise UsageError(f"--nnodes {most} needs --rdzv-endpoint: the address of one of the machines, where they meet.")
+    if not spec.master_port:
+        raise UsageError(f"--nnodes {most} needs --master-port: a port that is free on {spec.master_addr}.")
+    route = network.find_route(spec.master_addr, spec.interface, spec.local_addr)
+    if is_static and spec.node_rank == 0 and not network.is_own(route.master):
+        raise UsageError(
+            f"--node-rank 0 is the machine with the master's address, but {spec.master_addr} is not this one's; "
+            "give this machine's address, or another --node-rank."
+        )
+    return route
+
+
+def files_needed(ranks: int) -> int:
+    """The agent holds three pipes for each rank, and more while it starts. `phalanx doctor` says the same number."""
+    return 12 * ranks + 64
+
+
+def _raise_file_limit(spec: LaunchSpec) -> None:
+    """The usual soft limit of 1024 is a default, not a rule."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_needed(spec.nproc_per_node)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UsageError(f"{spec.nproc_per_node} ranks need {needed} open files, but the limit (ulimit -n) is {hard}.")
+    if needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
