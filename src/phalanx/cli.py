@@ -160,10 +160,10 @@ def _report(arguments: list[str]) -> int:
 
 def _inspect(arguments: list[str]) -> int:
     systems.require_linux("phalanx inspect")
-    from phalanx.diagnose import inspect
-    from phalanx.launch.stacks import of_ranks
+    from phalanx.diagnose import inspect_command
+    from phalanx.watchdog.stall.stack_dump import of_ranks
 
-    return inspect.main(arguments, of_ranks)
+    return inspect_command.main(arguments, of_ranks)
 
 
 def _version(_: list[str]) -> int:

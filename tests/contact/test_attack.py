@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import events, status
-from phalanx.diagnose import inspect, report_command
+from phalanx.diagnose import inspect_command, report_command
 from phalanx.errors import ForeignData, UsageError
 from phalanx.shm import messages, segment
 from phalanx.store.join import Claim
@@ -220,20 +220,20 @@ def test_reading_the_directory_of_another_user(place: Path, capsys: pytest.Captu
     run_file, page = base / events.RUN_FILE, status.status_path(base, 0)
     for content in ("[]", "{}", '{"host": 1}'):
         run_file.write_text(content)
-        for main in (report_command.main, lambda argv: inspect.main(argv, no_stacks)):
+        for main in (report_command.main, lambda argv: inspect_command.main(argv, no_stacks)):
             with pytest.raises(UsageError, match=r"cannot be read: |has written what it does"):
                 main([str(base)])
     run_file.write_text(json.dumps({"host": socket.gethostname(), "started": time.time()}))
     os.mkfifo(page)
     with pytest.raises(UsageError, match=r"no rank of .* has written"):
-        inspect.main([str(base)], no_stacks)
+        inspect_command.main([str(base)], no_stacks)
     page.unlink()
     os.chown(base, 0, 0)
     status.StatusPage(page)  # of this process, which is root's
     asked = []
     for owner in (ATTACKER, 0):
         os.chown(page, owner, owner)
-        inspect.main([str(base), "--stacks", "--seconds", "0"], lambda pids, _: asked.append(dict(pids)) or {})
+        inspect_command.main([str(base), "--stacks", "--seconds", "0"], lambda pids, _: asked.append(dict(pids)) or {})
     assert asked == [{}, {0: os.getpid()}]
     capsys.readouterr()
 

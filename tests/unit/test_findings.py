@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.diagnose import crashes, report
-from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_consequence
-from phalanx.diagnose.repetition import Repetition, identity
 from phalanx.events import (
     Ending,
     ErrorRecord,
@@ -21,6 +18,9 @@ from phalanx.events import (
     SharedMemory,
     ending_from_fields,
 )
+from phalanx.failure import crash_dump, failure_text
+from phalanx.failure.crash_loop import Repetition, identity
+from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_consequence
 
 MIB, GIB = 1 << 20, 1 << 30
 LOADER = """\
@@ -56,7 +56,7 @@ def test_a_failure_stays_one_when_its_rank_is_stopped_for_another() -> None:
     """Both failed at once, and the one that was heard of later was told to stop meanwhile."""
     verdict = find_cause([raised(0, 1.0), dataclasses.replace(raised(1, 0.9), exit_code=None, signal=15)])
     assert (verdict.cause.rank, verdict.cause.status) == (1, 1)
-    block = report.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-1.log")
+    block = failure_text.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-1.log")
     assert "exit code 1, " in block[1]
     interrupted = dataclasses.replace(raised(0, 1.0, "KeyboardInterrupt"), exit_code=None, signal=2)
     assert interrupted.status == 130
@@ -99,7 +99,7 @@ def test_who_has_called_another_collective_is_no_victim() -> None:
     verdict = find_cause(endings)
     assert (verdict.cause.rank, verdict.alike, verdict.victims) == (0, (2,), (3, 4))
     assert verdict.elsewhere == ((there, (1,)),)
-    block = report.failure_block(verdict, world_size=5, host="h", started=0.0, log="/x/rank-0.log")
+    block = failure_text.failure_block(verdict, world_size=5, host="h", started=0.0, log="/x/rank-0.log")
     assert block[2:6] == [
         "  at /elsewhere/train0.py:0 in step: do()",
         "  rank 1 at /elsewhere/train.py:8 in step: call(8)",
@@ -117,13 +117,13 @@ def test_gloo_ends_the_rank_that_notices() -> None:
     aborted = Ending(1, 101, 1.0, signal=6, tail=("terminate called …", said), called=here, crash=(here,))
     verdict = find_cause([raised(0, 1.1, "RuntimeError", GLOO, called=there), aborted, Ending(2, 102, 1.2, signal=15)])
     assert (verdict.cause.rank, verdict.victims, verdict.elsewhere) == (1, (2,), ((there, (0,)),))
-    block = report.failure_block(verdict, world_size=3, host="h", started=0.0, log="/x/rank-1.log")
+    block = failure_text.failure_block(verdict, world_size=3, host="h", started=0.0, log="/x/rank-1.log")
     assert block[0].startswith(
         "rank 1 failed: SIGABRT, gloo has received 772 bytes where 4 were expected: the ranks have"
     )
     assert "  rank 0 at /elsewhere/train.py:8 in step: call(8)" in block
     other = dataclasses.replace(aborted, tail=("terminate called …",))
-    assert "native code gave up" in report.headline(other)
+    assert "native code gave up" in failure_text.headline(other)
     assert find_cause([raised(0, 1.1, "RuntimeError", GLOO, called=there), other]).victims == (0,)
 
 
@@ -132,8 +132,11 @@ def test_an_exception_that_only_python_has_told() -> None:
     ends = [Ending(rank, 100 + rank, 1.0 + rank, exit_code=1, tail=("x", "NameError: no setup")) for rank in (0, 1)]
     verdict = find_cause([*ends, Ending(2, 102, 4.0, exit_code=1, tail=("an error: it says",))])
     assert (verdict.alike, verdict.victims) == ((1,), (2,))
-    assert report.headline(ends[0]) == "NameError: no setup"
-    assert report.headline(Ending(2, 102, 4.0, exit_code=3, tail=("done: all",))) == "exit code 3, without an exception"
+    assert failure_text.headline(ends[0]) == "NameError: no setup"
+    assert (
+        failure_text.headline(Ending(2, 102, 4.0, exit_code=3, tail=("done: all",)))
+        == "exit code 3, without an exception"
+    )
 
 
 def test_whom_the_kernel_has_chosen_is_the_cause() -> None:
@@ -146,7 +149,7 @@ def test_whom_the_kernel_has_chosen_is_the_cause() -> None:
     ]
     verdict = find_cause(endings)
     assert (verdict.cause.rank, verdict.alike, verdict.victims) == (1, (2,), (0, 3))
-    block = report.failure_block(verdict, world_size=4, host="h", started=0.0, log="/x/rank-1.log")
+    block = failure_text.failure_block(verdict, world_size=4, host="h", started=0.0, log="/x/rank-1.log")
     assert block[0] == (
         "rank 1 failed: SIGKILL, killed by the kernel for memory: the limit is 4.0 GiB, rank 1 used 3.0 GiB"
     )
@@ -187,7 +190,7 @@ def test_the_block_never_exceeds_15_lines() -> None:
     long = error(1, 1.0, message="a" * 500 + "\nsecond line", frames=9)
     cause = Ending(1, 101, 1.0, exit_code=1, error=long, tail=tuple(f"printed {n}" * 40 for n in range(5)))
     verdict = find_cause([cause, *(Ending(r, 100 + r, 2.0, signal=15, asked=True) for r in range(2, 40))])
-    block = report.failure_block(verdict, world_size=40, host="h", started=0.0, log="/x/rank-1.log", attempts=3)
+    block = failure_text.failure_block(verdict, world_size=40, host="h", started=0.0, log="/x/rank-1.log", attempts=3)
     assert len(block) <= 15
     assert all(len(line) <= 160 for line in block)
     assert "38 other ranks fell with it" in "".join(block)
@@ -202,25 +205,27 @@ def test_the_block_never_exceeds_15_lines() -> None:
         dataclasses.replace(full, error=None, crash=long.frames),
     ):
         verdict = Verdict(ending, (2, 3), (4, 5), ())
-        block = report.failure_block(verdict, world_size=40, host="h", started=0.0, log="/x/rank-1.log", attempts=3)
+        block = failure_text.failure_block(
+            verdict, world_size=40, host="h", started=0.0, log="/x/rank-1.log", attempts=3
+        )
         assert len(block) <= 15
         assert all(len(line) <= 160 for line in block)
         assert block[-1].endswith("/x/rank-1.log")
 
 
 def test_headlines() -> None:
-    assert report.headline(Ending(0, 1, 0.0, signal=9)).startswith("SIGKILL, killed from outside")
-    assert report.headline(Ending(0, 1, 0.0, signal=60)) == "signal 60"
-    assert report.headline(raised(0, 0.0, "RuntimeError", LOADER)) == (
+    assert failure_text.headline(Ending(0, 1, 0.0, signal=9)).startswith("SIGKILL, killed from outside")
+    assert failure_text.headline(Ending(0, 1, 0.0, signal=60)) == "signal 60"
+    assert failure_text.headline(raised(0, 0.0, "RuntimeError", LOADER)) == (
         "KeyError: 'no such label' (in DataLoader worker process 3)"
     )
-    assert report.headline(Ending(0, 1, 0.0, exit_code=4)) == "exit code 4, without an exception"
-    assert report.headline(raised(0, 0.0, "MemoryError", "")) == "MemoryError"
+    assert failure_text.headline(Ending(0, 1, 0.0, exit_code=4)) == "exit code 4, without an exception"
+    assert failure_text.headline(raised(0, 0.0, "MemoryError", "")) == "MemoryError"
 
 
 def test_the_line_within_a_loaders_worker_is_shown() -> None:
     verdict = find_cause([raised(0, 0.0, "RuntimeError", LOADER)])
-    block = report.failure_block(verdict, world_size=1, host="h", started=0.0, log="/x/rank-0.log")
+    block = failure_text.failure_block(verdict, world_size=1, host="h", started=0.0, log="/x/rank-0.log")
     assert block[2:4] == [
         "  at /elsewhere/train0.py:0 in step: do()",
         "  at /elsewhere/data.py:40 in __getitem__: return self.labels[index]",
@@ -248,7 +253,7 @@ def test_the_line_within_a_loaders_worker_is_shown() -> None:
 def test_the_words_about_shared_memory(space: SharedMemory, message: str, words: str) -> None:
     told = error(0, 0.0, "RuntimeError", message) if message else None
     ending = Ending(0, 100, 0.0, signal=None if message else 7, exit_code=1, error=told, shared_memory=space)
-    block = report.failure_block(find_cause([ending]), world_size=1, host="h", started=0.0, log="/x/rank-0.log")
+    block = failure_text.failure_block(find_cause([ending]), world_size=1, host="h", started=0.0, log="/x/rank-0.log")
     assert any(line.removeprefix("rank 0 failed: ").startswith(words) for line in block), block
     assert any("docker run --shm-size" in line for line in block) == (space.total < GIB)
 
@@ -277,15 +282,15 @@ Current thread's C stack trace (most recent call first):
 
 
 def test_native_stacks_are_read_and_shown_without_plumbing() -> None:
-    frames = crashes.python_frames(CRASH)
+    frames = crash_dump.python_frames(CRASH)
     assert [(frame.file, frame.line) for frame in frames] == [
         ("/elsewhere/extension.py", 12),
         ("/elsewhere/train.py", 40),
     ]
-    assert len(crashes.native_frames(CRASH)) == 7
-    assert crashes.native_frames(CRASH.partition("Current thread's")[0]) == ()
-    crashed = Ending(0, 1, 0.0, signal=11, crash=frames, native=crashes.native_frames(CRASH))
-    block = report.failure_block(find_cause([crashed]), world_size=1, host="h", started=0.0, log="/x/rank-0.log")
+    assert len(crash_dump.native_frames(CRASH)) == 7
+    assert crash_dump.native_frames(CRASH.partition("Current thread's")[0]) == ()
+    crashed = Ending(0, 1, 0.0, signal=11, crash=frames, native=crash_dump.native_frames(CRASH))
+    block = failure_text.failure_block(find_cause([crashed]), world_size=1, host="h", started=0.0, log="/x/rank-0.log")
     assert block[2:7] == [
         "  at /elsewhere/train.py:40",
         "  at /elsewhere/extension.py:12 in call",
@@ -297,7 +302,7 @@ def test_native_stacks_are_read_and_shown_without_plumbing() -> None:
 
 def test_of_a_thread_of_cpp_that_crashed_the_main_thread_is_shown() -> None:
     """As when gloo aborts: faulthandler knows no Python thread that is the current one."""
-    frames = crashes.python_frames(CRASH.partition("Current thread's")[0].replace("Current thread", "Thread"))
+    frames = crash_dump.python_frames(CRASH.partition("Current thread's")[0].replace("Current thread", "Thread"))
     assert [(frame.file, frame.line) for frame in frames][-1] == ("/elsewhere/train.py", 40)
 
 
@@ -342,7 +347,7 @@ def test_what_we_have_printed_ourselves_is_not_shown_again() -> None:
     ours = "phalanx: the backend is shm, not gloo: all 2 ranks are on this machine"
     for tail, shown in (((ours,), False), ((ours, "epoch 3"), True)):
         verdict = find_cause([raised(0, 1.0, tail=tail)])
-        block = "\n".join(report.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-0.log"))
+        block = "\n".join(failure_text.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-0.log"))
         assert ("  the last it printed:\n    epoch 3" in block, ours in block) == (shown, False)
 
 
@@ -350,6 +355,6 @@ def test_a_path_when_the_working_directory_is_gone(tmp_path: Path, monkeypatch: 
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
-    assert report.shorten_path(f"{gone}/train.py") == "train.py"
+    assert failure_text.shorten_path(f"{gone}/train.py") == "train.py"
     gone.rmdir()
-    assert report.shorten_path(f"{gone}/train.py") == f"{gone}/train.py"
+    assert failure_text.shorten_path(f"{gone}/train.py") == f"{gone}/train.py"

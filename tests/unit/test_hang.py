@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 
 from phalanx.diagnose import processes
-from phalanx.diagnose.dossier import dossier, stack_lines
-from phalanx.diagnose.hang import find_hang
-from phalanx.diagnose.hang_words import go_on, headline, those, verdict_lines
-from phalanx.diagnose.patience import Sighting, patience, sighting_of
 from phalanx.diagnose.user_code import is_users, program_of
 from phalanx.launch import sockets
 from phalanx.launch.hearing import Announcement, Court, Report
-from phalanx.launch.vitals import Chart
 from phalanx.status import Collective, Group, Place, Status, rank_record
 from phalanx.status.rank_record import Child, RankRecord, ThreadDeath, Vitals
 from phalanx.status.stack_parser import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy
+from phalanx.watchdog.stall.classify import find_hang
+from phalanx.watchdog.stall.dump_file import dossier, stack_lines
+from phalanx.watchdog.stall.proc_sampler import Chart
+from phalanx.watchdog.stall.stall_text import go_on, headline, those, verdict_lines
+from phalanx.watchdog.stall.threshold import Sighting, patience, sighting_of
 
 STEP = Place("train.py", 48, "step")
 CALLS = {"train.py:48": "loss.backward()", "train.py:60": "dist.broadcast(x, 0)", "train.py:61": "dist.barrier()"}

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli, events, status
-from phalanx.diagnose import inspect, standing
-from phalanx.diagnose.inspect import View
+from phalanx.diagnose import inspect_command, rank_table
+from phalanx.diagnose.inspect_command import View
 from phalanx.diagnose.processes import ProcessFacts
-from phalanx.diagnose.standing import RankLook, Row, row
+from phalanx.diagnose.rank_table import RankLook, Row, row
 from phalanx.status import Collective, Place, Status, Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import Line, Thread
@@ -87,22 +87,22 @@ def rows(*given: RankLook) -> list[Row]:
 def test_who_waits_for_whom_when_nobody_moves() -> None:
     waiting = {"collectives": (WAITS,), "phase": "backward", "blocked_since": NOW - 30, "groups": ()}
     still = rows(look(rank=0, **waiting), look(rank=1, phase="data", since=NOW - 40), look(rank=2, **waiting))
-    text = standing.conclusion(still, {}, 1.0)
+    text = rank_table.conclusion(still, {}, 1.0)
     assert text == ("no rank has got on within 1 s: ranks 0, 2 wait in all_reduce #12 for rank 1 (in data for 40.0 s)")
     everyone = rows(*(look(rank=rank, **waiting) for rank in range(3)))
-    assert standing.conclusion(everyone, {}, 1.0).endswith("all of them are in all_reduce #12")
+    assert rank_table.conclusion(everyone, {}, 1.0).endswith("all of them are in all_reduce #12")
     other = dataclasses.replace(WAITS, number=13, op="broadcast")
     apart = rows(look(rank=0, **waiting), look(rank=1, **{**waiting, "collectives": (other,)}))
-    assert standing.conclusion(apart, {}, 1.0).endswith("in different collectives, all_reduce #12, broadcast #13")
-    assert standing.conclusion(rows(look(rank=0)), {}, 2.0) == (
+    assert rank_table.conclusion(apart, {}, 1.0).endswith("in different collectives, all_reduce #12, broadcast #13")
+    assert rank_table.conclusion(rows(look(rank=0)), {}, 2.0) == (
         "no rank has got on within 2 s, and none waits for another"
     )
     stopped = dataclasses.replace(look(rank=1), process=dataclasses.replace(OWN, state="T"))
-    assert standing.conclusion(rows(look(rank=0, **waiting), stopped), {}, 1.0).endswith(
+    assert rank_table.conclusion(rows(look(rank=0, **waiting), stopped), {}, 1.0).endswith(
         "waits in all_reduce #12 for rank 1 (stopped by a signal in forward; kill -CONT 4712 lets it go on)"
     )
-    assert inspect._cells(row(stopped, stopped))[3] == "stopped"
-    assert inspect._waits(still) == [
+    assert inspect_command._cells(row(stopped, stopped))[3] == "stopped"
+    assert inspect_command._waits(still) == [
         "ranks 0, 2 wait since 30.0 s in all_reduce #12, 110 × float32, /home/ada/train.py:33"
     ]
 
@@ -113,12 +113,12 @@ def test_the_slowest_when_they_move() -> None:
     def windows(slow: float) -> dict[int, list[Window]]:
         return {rank: [Window(20, {"data": 0.05, "forward": 0.2 + slow * (rank == 1)})] for rank in range(3)}
 
-    assert standing.conclusion(moving, windows(0.1), 1.0) == (
+    assert rank_table.conclusion(moving, windows(0.1), 1.0) == (
         "slowest: rank 1, by 40 % (own work 35 ms a step against 25 ms), in forward"
     )
-    assert standing.conclusion(moving, windows(0.005), 1.0) == "all ranks are about as fast: 25 ms of own work a step"
-    assert "before all have made 20 steps" in standing.conclusion(moving, {}, 1.0)
-    assert standing.conclusion(moving[:1], {}, 1.0) == ""
+    assert rank_table.conclusion(moving, windows(0.005), 1.0) == "all ranks are about as fast: 25 ms of own work a step"
+    assert "before all have made 20 steps" in rank_table.conclusion(moving, {}, 1.0)
+    assert rank_table.conclusion(moving[:1], {}, 1.0) == ""
 
 
 def test_the_table_fits_on_a_hundred_columns() -> None:
@@ -134,7 +134,7 @@ def test_the_table_fits_on_a_hundred_columns() -> None:
         collectives=(long,),
         seconds=seconds(data=10, forward=10),
     )
-    table = inspect.table([row(look(rank=1023, pid=4194303), wide), row(look(), look())])
+    table = inspect_command.table([row(look(rank=1023, pid=4194303), wide), row(look(), look())])
     assert max(map(len, table)) <= 100
     assert table[0].split() == ["rank", "pid", "step", "phase", "steps/s", *"data compute wait CPU memory in".split()]
     assert table[1].split()[:4] == ["1023", "4194303", "999/1234567", "checkpoint"]
@@ -143,20 +143,20 @@ def test_the_table_fits_on_a_hundred_columns() -> None:
 
 def test_what_is_said_of_a_run_on_several_nodes_and_of_one_that_has_ended() -> None:
     view = View("runs/1", "a", True, True, None, 62.0, 1.0, 4, tuple(rows(look(rank=0), look(rank=1))), "")
-    assert inspect.lines(view)[0] == "runs/1 on host a, running for 62.0 s; shares and paces of the last 1 s"
-    assert inspect.lines(view)[-1].startswith("2 of 4 ranks (2, 3) are on other nodes")
+    assert inspect_command.lines(view)[0] == "runs/1 on host a, running for 62.0 s; shares and paces of the last 1 s"
+    assert inspect_command.lines(view)[-1].startswith("2 of 4 ranks (2, 3) are on other nodes")
     ended = dataclasses.replace(view, is_running=False, exit_code=1)
-    assert inspect.lines(ended)[0] == "runs/1 on host a ended with exit code 1 after 62.0 s; so it stood"
-    assert "was killed" in inspect.lines(dataclasses.replace(ended, exit_code=None))[0]
-    assert "look there" in inspect.lines(dataclasses.replace(ended, exit_code=None, is_here=False))[0]
+    assert inspect_command.lines(ended)[0] == "runs/1 on host a ended with exit code 1 after 62.0 s; so it stood"
+    assert "was killed" in inspect_command.lines(dataclasses.replace(ended, exit_code=None))[0]
+    assert "look there" in inspect_command.lines(dataclasses.replace(ended, exit_code=None, is_here=False))[0]
     threads = (Thread((Line("/home/ada/train.py", 7, "train", "x = y"),), is_main=True), Thread((), "loader"))
     stacks = dataclasses.replace(view, stacks={0: threads, 1: ()}, conclusion="so")
-    assert inspect.lines(stacks)[-4:] == [
+    assert inspect_command.lines(stacks)[-4:] == [
         *("rank 0, innermost first:", "  /home/ada/train.py:7 in train: x = y"),
         *("rank 1: its stack is not known", "so"),
     ]
-    assert len(inspect.as_json(view)["ranks"]) == 2
-    json.dumps(inspect.as_json(view))
+    assert len(inspect_command.as_json(view)["ranks"]) == 2
+    json.dumps(inspect_command.as_json(view))
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert table[4].startswith("1 of 3 ranks (2) are on other nodes")
     assert table[5] == "no rank has got on within 0.2 s, and none waits for another"
     threads = (Thread((Line("/home/ada/train.py", 33, "train"),), is_main=True),)
-    inspect.main(["--stacks", "--seconds", "0"], lambda living, _: dict.fromkeys(living, threads))
+    inspect_command.main(["--stacks", "--seconds", "0"], lambda living, _: dict.fromkeys(living, threads))
     assert "\nrank 0, innermost first:\n" in capsys.readouterr().out
     found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])
     assert [(one["rank"], one["is_alive"], one["step"]) for one in found["ranks"]] == [(0, True, 17), (1, False, 17)]

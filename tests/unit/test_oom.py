@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose import oom
-from phalanx.diagnose.oom import Counters, Shortage
 from phalanx.events import Ending, ErrorRecord
-from phalanx.launch.memory import MemoryWatch
+from phalanx.failure import oom
+from phalanx.failure.oom import Counters, Shortage
 from phalanx.launch.process.zygote_client import Exited
+from phalanx.watchdog.memory import MemoryWatch
 
 GIB = 1 << 30
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import world as worlds
-from phalanx.diagnose.reduction import missing_gradients
 from phalanx.errors import UsageError
+from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.parallel import data_parallel
 from phalanx.parallel.alone import Alone
 from phalanx.parallel.replicas import Replicas, gather, scatter

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import events
-from phalanx.diagnose import report_command, runs
+from phalanx.diagnose import report_command, run_directory
 from phalanx.errors import UsageError
 from phalanx.launch.output.console import Console
 from phalanx.status import layout
@@ -45,7 +45,7 @@ def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         events.find_run("nowhere", {})
     (first / "run.json").write_text("{")
     with pytest.raises(UsageError, match=r"run\.json cannot be read: it is no JSON"):
-        runs.load(first)
+        run_directory.load(first)
 
 
 def test_a_run_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,21 +83,21 @@ def test_a_run_without_a_report(tmp_path: Path) -> None:
         log.write("started", rank=rank, pid=pid if rank < 2 else 77)
     log.write("exited", rank=1, pid=pid, exit_code=None, signal=9)
     pages[0].enter(layout.BACKWARD)
-    told = report_command.lines(runs.load(directory))
+    told = report_command.lines(run_directory.load(directory))
     assert told[0] == "phalanx run 'a b.py'"
     assert told[2] == "  is running, for 1 min 40 s so far, in attempt 2"
     assert told[3] == "  attempt 1: rank 0 failed: KeyError: 'x' at train.py:6"
     assert told[5].startswith(f"rank 0: pid {pid}, in phase backward since ")
     assert told[6:-1] == [f"rank 1: pid {pid}, ended with SIGKILL", "rank 2: pid 77, runs"]
     log.close()
-    run = runs.load(directory)
+    run = run_directory.load(directory)
     assert (run.state, round(run.seconds)) == ("lost", 100)
     pages[0]._since += 7  # its rank has outlived the launcher by that
     pages[0].tick()
-    assert round(runs.load(directory).seconds) == 107
+    assert round(run_directory.load(directory).seconds) == 107
     assert " last seen in phase backward since " in report_command.lines(run)[5]
     assert json.loads(json.dumps(report_command._fields(run)))["ranks"][0]["status"]["phase"] == "backward"
-    empty = runs.load(new_run(tmp_path, "20260102-2"))
+    empty = run_directory.load(new_run(tmp_path, "20260102-2"))
     assert "no rank was started" in report_command.lines(empty)
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_stood_still_says_so_whatever_became_of_it(tmp_path: Path) ->
         log.write("stall", verdict=verdict)
     log.write("stall", verdict={"headline": "a hang: rank 0 is stopped"})
     (directory / "stall-1.txt").touch()
-    told = report_command.lines(runs.load(directory))
+    told = report_command.lines(run_directory.load(directory))
     log.close()
     assert told[3:6] == [
         "  stood still after 1 min 40 s (until 1 min 40 s): a hang: rank 1 sleeps",
@@ -170,4 +170,4 @@ def test_a_huge_file_is_not_read(name: str, tmp_path: Path) -> None:
     with (directory / name).open("ab") as file:
         file.truncate(1 << 40)
     with pytest.raises(UsageError, match=f"{name} cannot be read: it is larger than 256 MiB"):
-        runs.load(directory)
+        run_directory.load(directory)

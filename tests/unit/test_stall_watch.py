@@ -15,18 +15,18 @@ from typing import Any, cast
 import pytest
 
 from phalanx import events, status
-from phalanx.diagnose.patience import Sighting
-from phalanx.launch import inquiry, vigil, vitals
 from phalanx.launch.agent import crew
 from phalanx.launch.agent.watchdogs import Sentries
 from phalanx.launch.hearing import Announcement, Court, Hearing, Report
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
-from phalanx.launch.stall import StallWatch, Terms
 from phalanx.launch.tidings import Tidings
-from phalanx.launch.vigil import Vigil
 from phalanx.status import layout, rank_record
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals
+from phalanx.watchdog.stall import proc_sampler, progress, snapshot
+from phalanx.watchdog.stall.progress import Vigil
+from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
+from phalanx.watchdog.stall.threshold import Sighting
 
 STALL_AFTER = 0.5
 LONG = 20.0
@@ -55,7 +55,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr("phalanx.launch.stacks._py_spy", lambda: None)  # they are not Python anyway
+    monkeypatch.setattr("phalanx.watchdog.stall.stack_dump._py_spy", lambda: None)  # they are not Python anyway
     found = Ranks(tmp_path)
     yield found
     found.pages.clear()
@@ -95,7 +95,7 @@ def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks)
 
 
 def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.stall._LOOK_AGAIN", 1000)
+    monkeypatch.setattr("phalanx.watchdog.stall.stall_detector._LOOK_AGAIN", 1000)
     watch = ranks.watch(Hearing())
     assert look(watch, ranks, LONG)
     ranks.call(1, layout.BARRIER)
@@ -104,7 +104,7 @@ def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.stall._AGAIN", 3)
+    monkeypatch.setattr("phalanx.watchdog.stall.stall_detector._AGAIN", 3)
     watch = ranks.watch(Hearing())
     (first,) = look(watch, ranks, LONG)
     (again,) = look(watch, ranks, LONG)
@@ -167,15 +167,15 @@ def test_a_node_that_is_lost_is_not_waited_for() -> None:
 
 def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
     """Not since it was noticed, which may be a second later."""
-    vigil = Vigil(ranks.directory, 5.0)
-    vigil.look(ranks.members, time.monotonic())
+    progress = Vigil(ranks.directory, 5.0)
+    progress.look(ranks.members, time.monotonic())
     ranks.pages[1].enter(layout.DATA)
     written = time.monotonic()
     for _ in range(2):
         time.sleep(0.4)
-        vigil.look(ranks.members, time.monotonic())
+        progress.look(ranks.members, time.monotonic())
     now = time.monotonic()
-    assert vigil.quiet(now) == pytest.approx(now - written, abs=0.1)
+    assert progress.quiet(now) == pytest.approx(now - written, abs=0.1)
 
 
 def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]], number: int) -> None:
@@ -187,7 +187,7 @@ def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]]
 
 def test_what_is_known_before_is_better_than_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inquiry itself may fail, wherever; the verdict is told all the same."""
-    monkeypatch.setattr(inquiry, "stacks_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(snapshot, "stacks_of", lambda *_: 1 / 0)
     (announcement,) = look(ranks.watch(Hearing()), ranks, LONG)
     assert announcement.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32)")
     assert "what could be found out (ZeroDivisionError: division by zero): runs/x/stall-1.txt" in announcement.lines[-1]
@@ -198,18 +198,18 @@ def test_a_name_that_is_cut_in_the_middle_of_a_character() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert vitals.field_of(process.pid, "Pid") == str(process.pid)
+        assert proc_sampler.field_of(process.pid, "Pid") == str(process.pid)
         process.communicate(b"\n")
 
 
 def test_a_look_that_takes_long_is_no_progress(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(vigil, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
-    seen = vigil.Vigil(ranks.directory, STALL_AFTER)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
+    seen = progress.Vigil(ranks.directory, STALL_AFTER)
     plain = seen._look
 
     def slow(*arguments: Any) -> bool:
-        clock.now += 2 * vigil._SLEPT
+        clock.now += 2 * progress._SLEPT
         return plain(*arguments)
 
     monkeypatch.setattr(seen, "_look", slow)
@@ -218,7 +218,7 @@ def test_a_look_that_takes_long_is_no_progress(ranks: Ranks, monkeypatch: pytest
         clock.now += 1.0
         moved.append(seen.look(ranks.members, clock.now))
     assert moved == [True, False, False, False]
-    clock.now += 2 * vigil._SLEPT
+    clock.now += 2 * progress._SLEPT
     assert seen.look(ranks.members, clock.now), "the agent itself was stopped: nobody knows what they did meanwhile"
 
 

@@ -19,15 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import status
-from phalanx.diagnose import cgroups, conditions, processes, straggler_words
-from phalanx.diagnose.conditions import Conditions
-from phalanx.diagnose.straggler import Field, Judge, Straggler, slowest
+from phalanx.diagnose import cgroups, processes
 from phalanx.launch.docket import Clerk, Docket
 from phalanx.launch.hearing import Court, Hearing
-from phalanx.launch.pace import Pace
 from phalanx.launch.tidings import Tidings
 from phalanx.status import Window, layout
 from phalanx.status.page import StatusPage
+from phalanx.watchdog.straggler import conditions, straggler_text
+from phalanx.watchdog.straggler.conditions import Conditions
+from phalanx.watchdog.straggler.pace import Pace
+from phalanx.watchdog.straggler.straggler_detector import Field, Judge, Straggler, slowest
 
 USUAL = {"data": 5.0, "forward": 10.0, "backward": 12.0, "optimizer": 2.0, "checkpoint": 0.0, "other": 1.0}
 """Milliseconds of a step: 30 together."""
@@ -79,7 +80,7 @@ def test_a_rank_that_is_slower_for_50_steps_is_named_with_the_phase(world: int, 
 def test_a_machine_that_is_slow_is_slow_in_all_that_it_computes() -> None:
     (found,) = judged(*steps(5, forward=10.0, backward=12.0, optimizer=2.0))
     assert found.lag.phases == ("backward", "forward")
-    assert straggler_words.phases(found.lag) == "backward and forward"
+    assert straggler_text.phases(found.lag) == "backward and forward"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_it_is_said_when_it_is_over_and_when_it_begins_again() -> None:
     assert judged(*steps(6, 260, data=9.0), judge=judge) == [], "it was not over"
     (over,) = judged(*steps(10, 320), judge=judge)
     assert (over.rank, over.is_over) == (1, True)
-    assert straggler_words.one_line(over, "b", None) == (
+    assert straggler_text.one_line(over, "b", None) == (
         "rank 1 keeps up again: own work 30 ms a step against 30 ms, for 50 steps"
     )
     assert [found.is_over for found in judged(*steps(5, 420, data=9.0), judge=judge)] == [False]
@@ -146,7 +147,7 @@ def test_the_slowest_of_a_moment() -> None:
 def test_the_line() -> None:
     (found,) = judged(*steps(5, data=9.0))
     under = Conditions(0.48, 0.02, 0.31, 0.0, 1 << 28, 0, 0.5, 1.0, 2)
-    assert straggler_words.one_line(found, "b", under) == (
+    assert straggler_text.one_line(found, "b", under) == (
         "rank 1 is 30 % slower than the median (own work 39 ms a step against 30 ms) for 50 steps, in data; "
         "on host b: CPU share 48 %, throttled by its cgroup 31 % of the time"
     )
@@ -234,7 +235,7 @@ def write_windows(path: Path, rank: int, steps: int, own: float) -> StatusPage:
 def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 3, on the second node, is slow: the second sends what it knows, and the first says it to both."""
     now = 0.0
-    monkeypatch.setattr("phalanx.launch.pace.time.monotonic", lambda: now)
+    monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
     written: list[tuple[Any, ...]] = []
     courts = [Court(node, 0, range(2), {}, lambda *entry: written.append(entry)) for node in range(2)]
     agents = [Pace(tmp_path) for _ in range(2)]
@@ -267,8 +268,8 @@ def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("phalanx.launch.pace.time.monotonic", lambda: now)
-    monkeypatch.setattr("phalanx.launch.pace._LONG_ENOUGH", 0.0)
+    monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
+    monkeypatch.setattr("phalanx.watchdog.straggler.pace._LONG_ENOUGH", 0.0)
     hearing, pace = Hearing(), Pace(tmp_path)
     pace.begin(hearing)
     members: Any = {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in range(2)}

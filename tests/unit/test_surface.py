@@ -14,7 +14,7 @@ import pytest
 
 import phalanx
 from phalanx import cli, env, errors, testing
-from phalanx.diagnose import doctor, inspect, report_command
+from phalanx.diagnose import doctor, inspect_command, report_command
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -149,7 +149,7 @@ def test_flags_of_report() -> None:
 
 
 def test_flags_of_inspect() -> None:
-    names = {name for action in inspect._parser()._actions for name in action.option_strings}
+    names = {name for action in inspect_command._parser()._actions for name in action.option_strings}
     assert names == {"-h", "--help", "--json", "--seconds", "--stacks"}
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from phalanx import events, status
 from phalanx.argparser import Parser
-from phalanx.diagnose import runs
+from phalanx.diagnose import run_directory
 from phalanx.diagnose.checkup import in_bytes
-from phalanx.diagnose.report import clip, headline, shorten_path
-from phalanx.diagnose.runs import RankTrace, Run
-from phalanx.diagnose.signals import signal_name
+from phalanx.diagnose.run_directory import RankTrace, Run
+from phalanx.failure.failure_text import clip, headline, shorten_path
+from phalanx.failure.signal_meaning import signal_name
 from phalanx.status import Status
 
 _DESCRIPTION = """\
@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
     """Entry of ``phalanx report``; returns the exit code."""
     arguments = parser().parse_args(argv)
     directory = events.find_run(arguments.run)
-    with runs.as_written(directory):
-        run = runs.load(directory)
+    with run_directory.as_written(directory):
+        run = run_directory.load(directory)
         if arguments.json:
             told = json.dumps(run.report if run.report is not None else _fields(run), indent=2)
         else:
@@ -123,7 +123,7 @@ def _ended_ranks(run: Run) -> list[str]:
         told.append(clip(f"rank {ending.rank}: {_role(run, ending)}, {_end(ending)}{memory}{why}"))
         if ending.failed and tails < _TAILS and not _is_cause(run, ending):
             tails += 1
-            found = runs.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
+            found = run_directory.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
             told += [clip(f"    {line}") for line in found]
     return told
 
@@ -163,7 +163,7 @@ def _seen_ranks(run: Run) -> list[str]:
     for trace in run.traces:
         told.append(clip(f"rank {trace.rank}: pid {trace.pid}, {_seen(trace, run.state)}"))
         if run.state == "lost":
-            told += [clip(f"    {line}") for line in runs.last_lines(run.directory, trace.rank, _TAIL_LINES)]
+            told += [clip(f"    {line}") for line in run_directory.last_lines(run.directory, trace.rank, _TAIL_LINES)]
     return told
 
 

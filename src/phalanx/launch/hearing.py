@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx import plain
-from phalanx.diagnose.patience import Sighting
 from phalanx.launch.tidings import Tidings
 from phalanx.status import rank_record
 from phalanx.status.rank_record import RankRecord
+from phalanx.watchdog.stall.threshold import Sighting
 
 
 @dataclass(frozen=True)

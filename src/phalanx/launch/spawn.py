@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import ports, systems
 from phalanx.argparser import shown, whole_number
-from phalanx.diagnose.findings import find_cause
 from phalanx.errors import UsageError
 from phalanx.events import Ending
+from phalanx.failure.root_cause import find_cause
 from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process import python_command
 from phalanx.launch.spec.launch_spec import (

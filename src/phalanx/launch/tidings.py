@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx import plain
-from phalanx.diagnose.conditions import Conditions
 from phalanx.status import Window
+from phalanx.watchdog.straggler.conditions import Conditions
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import backends
-from phalanx.diagnose.reduction import missing_gradients
 from phalanx.errors import UsageError
+from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.parallel.alone import unwrapped
 from phalanx.parallel.names import save_without_prefix
 

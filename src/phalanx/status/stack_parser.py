@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.user_code import is_users, program_of
+from phalanx.failure.failure_text import shorten_path
 
 _THREAD = re.compile(
     r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?|Stack) \(most recent call first\):"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from phalanx import events
-from phalanx.diagnose import report
-from phalanx.diagnose.findings import Verdict, failed_before, find_cause, is_victim
 from phalanx.errors import ForeignData, LaunchError
+from phalanx.failure import failure_text
+from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_victim
 from phalanx.launch.agent.attempt_run import Watch
 from phalanx.launch.agent.crew import Crew
 from phalanx.launch.agent.losses import Losses
@@ -177,7 +177,7 @@ class Agent:
             if reason:
                 return None, reason
         verdict = find_cause(endings)
-        return verdict, report.one_line(verdict.cause)
+        return verdict, failure_text.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
         if (master := self._company.begin(attempt, self._idle_until)) is None:

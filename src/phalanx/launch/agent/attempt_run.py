@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from phalanx import events, notices
-from phalanx.diagnose.findings import is_consequence
+from phalanx.failure.root_cause import is_consequence
 from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.agent.stopping import Stopping
 from phalanx.launch.output.logs import Pump

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from phalanx.diagnose.findings import Verdict
-from phalanx.diagnose.repetition import Repetition, identity
 from phalanx.events import Ending
+from phalanx.failure.crash_loop import Repetition, identity
+from phalanx.failure.root_cause import Verdict
 from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.process.helper_processes import HelperLost, describe_left
 from phalanx.launch.process.zygote_client import Nursery

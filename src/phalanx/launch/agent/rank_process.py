@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import events, plain
-from phalanx.diagnose import crashes
-from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.errors import ForeignData
+from phalanx.failure import crash_dump
+from phalanx.failure.signal_meaning import gloo_mismatch
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
 from phalanx.launch.process.zygote_client import Exited
@@ -119,7 +119,7 @@ class Member:
         crash = (self._cry or self._tail.data).decode(errors="replace") if self.exited.signal else ""
         printed = self._tail.lines(_MOST_LINES)
         if self.exited.signal:
-            printed = crashes.without_dump(printed)
+            printed = crash_dump.without_dump(printed)
         return events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
@@ -130,8 +130,8 @@ class Member:
             error=self.error,
             tail=printed[-_TAIL_LINES:],
             host=socket.gethostname(),
-            crash=crashes.python_frames(crash),
-            native=crashes.native_frames(crash),
+            crash=crash_dump.python_frames(crash),
+            native=crash_dump.native_frames(crash),
         )
 
     def close(self) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import events
-from phalanx.diagnose import report
-from phalanx.diagnose.findings import Verdict
 from phalanx.errors import LaunchError
+from phalanx.failure import failure_text
+from phalanx.failure.root_cause import Verdict
 from phalanx.launch.spec.launch_spec import LaunchSpec
 
 
@@ -29,7 +29,7 @@ class Record:
         self._started = time.time()
         self._restarts: list[dict[str, Any]] = []
         self.host = socket.gethostname()
-        self.place = report.shorten_path(str(directory))
+        self.place = failure_text.shorten_path(str(directory))
         """The run directory, as a person would write it."""
         self._stragglers: list[Mapping[str, object]] = []
 
@@ -110,12 +110,12 @@ class Record:
     def failure_block(self, verdict: Verdict, world_size: int, attempts: int, elsewhere: str | None) -> list[str]:
         """For the console. ``elsewhere``: the run directory of the node where the cause was, if it is another one."""
         log = events.log_path(Path(elsewhere) if elsewhere else self._directory, verdict.cause.rank)
-        return report.failure_block(
+        return failure_text.failure_block(
             verdict,
             world_size=world_size,
             host=verdict.cause.host or self.host,
             started=self._started,
-            log=str(log) if elsewhere else report.shorten_path(str(log)),
+            log=str(log) if elsewhere else failure_text.shorten_path(str(log)),
             attempts=attempts,
         )
 

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import status
-from phalanx.diagnose.findings import is_victim
-from phalanx.diagnose.oom import Counters
-from phalanx.diagnose.report import users_line
 from phalanx.events import Ending, Frame
+from phalanx.failure.failure_text import users_line
+from phalanx.failure.oom import Counters
+from phalanx.failure.root_cause import is_victim
 from phalanx.launch.agent.attempt_run import Watch
 from phalanx.launch.agent.run_record import Record
 from phalanx.launch.hearing import Hearing
-from phalanx.launch.memory import MemoryWatch
 from phalanx.launch.output.agent_lines import Voice
-from phalanx.launch.pace import Pace
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.launch.stall import StallWatch, Terms
 from phalanx.status.rank_record import MESSAGES
 from phalanx.status.stack_parser import source_of
+from phalanx.watchdog.memory import MemoryWatch
+from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
+from phalanx.watchdog.straggler.pace import Pace
 
 
 class Sentries:

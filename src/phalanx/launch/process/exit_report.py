@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from phalanx.diagnose.reduction import missing_gradients
-from phalanx.diagnose.report import shorten_path
 from phalanx.diagnose.user_code import is_users
+from phalanx.failure.failure_text import shorten_path
+from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.status.code_lines import program_package
 
 _MOMENT = 1.0

@@ -14,7 +14,8 @@ import math
 import os
 from pathlib import Path
 
-from phalanx.diagnose import cgroups, oom
+from phalanx.diagnose import cgroups
+from phalanx.failure import oom
 
 _SCORE = Path("/proc/self/oom_score_adj")
 _MOST = 100

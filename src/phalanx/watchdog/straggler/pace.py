@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx import status
-from phalanx.diagnose import conditions, straggler_words
-from phalanx.diagnose.conditions import Conditions, Look
-from phalanx.diagnose.straggler import Judge, Straggler
 from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.hearing import Announcement, Hearing
 from phalanx.launch.tidings import Tidings
 from phalanx.status import Window
+from phalanx.watchdog.straggler import conditions, straggler_text
+from phalanx.watchdog.straggler.conditions import Conditions, Look
+from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler
 
 _EVERY = 1.0
 _SEND_EVERY = 3.0
@@ -92,7 +92,7 @@ class Pace:
                 self._tell(self._found.pop(rank), self._host, conditions.between(first, found))
 
     def _tell(self, found: Straggler, host: str, under: Conditions | None) -> None:
-        line = straggler_words.one_line(found, host, under)
+        line = straggler_text.one_line(found, host, under)
         fields = {
             "said": line,
             "rank": found.rank,

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import run_files
-from phalanx.diagnose.dossier import dossier
-from phalanx.diagnose.hang import Hang, find_hang
-from phalanx.diagnose.hang_words import go_on, headline, verdict_lines
-from phalanx.diagnose.patience import Sighting, patience, sighting_of
 from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.hearing import Announcement, Hearing, Report
-from phalanx.launch.inquiry import Inquiry, Subject
-from phalanx.launch.vigil import Vigil
 from phalanx.status.rank_record import RankRecord
+from phalanx.watchdog.stall.classify import Hang, find_hang
+from phalanx.watchdog.stall.dump_file import dossier
+from phalanx.watchdog.stall.progress import Vigil
+from phalanx.watchdog.stall.snapshot import Inquiry, Subject
+from phalanx.watchdog.stall.stall_text import go_on, headline, verdict_lines
+from phalanx.watchdog.stall.threshold import Sighting, patience, sighting_of
 
 _AGAIN = 10
 """A verdict that has not changed is said again after ten times as long."""

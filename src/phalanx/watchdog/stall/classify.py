@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.whereabouts import Whereabouts, whereabouts
 from phalanx.status import Collective
 from phalanx.status.rank_record import MESSAGES, RankRecord
 from phalanx.status.stack_parser import Line
+from phalanx.watchdog.stall.rank_activity import Whereabouts, whereabouts
 
 _COMPARED = 8
 """Ranks that wait do mostly the same; a missing one is compared with some of them."""

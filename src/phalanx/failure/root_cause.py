@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.signals import gloo_mismatch
 from phalanx.events import Ending, ErrorRecord, Frame
+from phalanx.failure.signal_meaning import gloo_mismatch
 
 # What a rank says when another one has gone away under it. Such an error is never the cause while any other is known.
 _CONSEQUENCES = re.compile(

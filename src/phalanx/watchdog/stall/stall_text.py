@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.diagnose.hang import Elsewhere, Hang, Waiting
-from phalanx.diagnose.report import clip
-from phalanx.diagnose.whereabouts import Whereabouts, helper_line
+from phalanx.failure.failure_text import clip
 from phalanx.status.layout import runs_of
 from phalanx.status.rank_record import MESSAGES, UNNAMED, Child, RankRecord
 from phalanx.status.stack_parser import Line
+from phalanx.watchdog.stall.classify import Elsewhere, Hang, Waiting
+from phalanx.watchdog.stall.rank_activity import Whereabouts, helper_line
 
 _MOST_WAITING, _MOST_ELSEWHERE = 3, 3
 _DOES = {

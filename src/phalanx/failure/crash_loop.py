@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.report import headline, users_line
 from phalanx.events import Ending
+from phalanx.failure.failure_text import headline, users_line
 
 SOON = 10.0
 """Seconds between one failure and the next."""

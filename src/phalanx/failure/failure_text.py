@@ -8,10 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.diagnose.findings import Verdict, last_words
-from phalanx.diagnose.signals import explanation, meaning
 from phalanx.diagnose.user_code import is_phalanx, is_users, program_of
 from phalanx.events import Ending, Frame, NativeFrame
+from phalanx.failure.root_cause import Verdict, last_words
+from phalanx.failure.signal_meaning import explanation, meaning
 
 _WIDTH, _HEIGHT = 160, 15
 _SIDES = 3  # lines that are shown when ranks have called different collectives

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx import events
-from phalanx.diagnose import oom
-from phalanx.diagnose.signals import memory_ran_out
+from phalanx.failure import oom
+from phalanx.failure.signal_meaning import memory_ran_out
 from phalanx.launch.agent.rank_process import Member
 
 _EVERY = 1.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose import straggler, straggler_words
 from phalanx.diagnose.processes import ProcessFacts
 from phalanx.status import PHASES, Collective, Status, Window
 from phalanx.status.layout import DATA, OWN
+from phalanx.watchdog.straggler import straggler_detector, straggler_text
 
 _LOOP = tuple(PHASES[phase] for phase in OWN)
 _WORTH_A_WORD = 0.05
@@ -126,14 +126,14 @@ def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], sec
     living = [one for one in rows if one.is_alive]
     if living and seconds > 0 and not any(one.has_moved for one in living):
         return _who_waits(living, seconds)
-    found = straggler.slowest(windows)
+    found = straggler_detector.slowest(windows)
     if found is None:
         return "" if len(rows) < 2 else "no rank can be called the slowest before all have made 20 steps"
     rank, lag = found
-    if lag.slower < _WORTH_A_WORD or lag.own - lag.usual < straggler.NOTICEABLE / 10:
-        return f"all ranks are about as fast: {straggler_words.milliseconds(lag.usual)} of own work a step"
-    slower = straggler_words.percent(lag.slower)
-    return f"slowest: rank {rank}, by {slower} ({straggler_words.work(lag)}), in {straggler_words.phases(lag)}"
+    if lag.slower < _WORTH_A_WORD or lag.own - lag.usual < straggler_detector.NOTICEABLE / 10:
+        return f"all ranks are about as fast: {straggler_text.milliseconds(lag.usual)} of own work a step"
+    slower = straggler_text.percent(lag.slower)
+    return f"slowest: rank {rank}, by {slower} ({straggler_text.work(lag)}), in {straggler_text.phases(lag)}"
 
 
 def _who_waits(living: Sequence[Row], seconds: float) -> str:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from phalanx import status
 from phalanx.launch.agent.rank_process import Member
-from phalanx.launch.inquiry import Subject
-from phalanx.launch.vitals import Chart, command_of
 from phalanx.status.rank_record import Child, RankRecord
+from phalanx.watchdog.stall.proc_sampler import Chart, command_of
+from phalanx.watchdog.stall.snapshot import Subject
 
 _SLEPT = 5.0
 """Seconds without a look: it was us who stood still, stopped or on a machine that was asleep."""

@@ -15,14 +15,15 @@ from typing import Any
 
 from phalanx import events, status
 from phalanx.argparser import Parser
-from phalanx.diagnose import conditions, processes, standing
-from phalanx.diagnose.dossier import stack_lines
-from phalanx.diagnose.report import shorten_path
-from phalanx.diagnose.runs import as_written, read_json
-from phalanx.diagnose.standing import RankLook, Row
+from phalanx.diagnose import processes, rank_table
+from phalanx.diagnose.rank_table import RankLook, Row
+from phalanx.diagnose.run_directory import as_written, read_json
 from phalanx.errors import UsageError
+from phalanx.failure.failure_text import shorten_path
 from phalanx.status.layout import start_ticks
 from phalanx.status.stack_parser import Thread, main_thread
+from phalanx.watchdog.stall.dump_file import stack_lines
+from phalanx.watchdog.straggler import conditions
 
 _DESCRIPTION = """\
 Shows what each rank of a run on this machine is doing: its step, its phase and for how long, the collective that it
@@ -125,7 +126,7 @@ def inspect(directory: Path, seconds: float) -> View:
     between = seconds if is_running else 0.0
     after = _look(directory, is_here) if between else before
     after = _after_asking(directory, before, after) if between else after
-    rows = tuple(standing.row(before.get(rank, look), look) for rank, look in sorted(after.items()))
+    rows = tuple(rank_table.row(before.get(rank, look), look) for rank, look in sorted(after.items()))
     ended = directory / events.REPORT_FILE
     report = read_json(ended) if ended.exists() else {}
     hang = (report.get("cause") or {}).get("hang") or {}
@@ -141,7 +142,7 @@ def inspect(directory: Path, seconds: float) -> View:
         world_size=max(look.status.world_size for look in after.values()),
         rows=rows,
         conclusion=hang.get("headline")
-        or standing.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
+        or rank_table.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
     )
 
 
@@ -239,7 +240,7 @@ def _stacks(view: View) -> Iterator[str]:
 
 
 def _headline(view: View) -> str:
-    ran = standing.duration(view.seconds)
+    ran = rank_table.duration(view.seconds)
     if view.is_running:
         span = f"the last {view.between:g} s" if view.between else "all of its time"
         return f"{view.directory} on host {view.host}, running for {ran}; shares and paces of {span}"
@@ -268,7 +269,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 def _cells(one: Row) -> list[str]:
     step = f"{one.epoch}/{one.step}" if one.step or one.epoch else str(one.updates)
     phase = "stopped" if one.is_stopped else one.phase
-    phase = f"{phase} {standing.duration(one.seconds)}" if one.is_alive and one.seconds >= 0.1 else phase
+    phase = f"{phase} {rank_table.duration(one.seconds)}" if one.is_alive and one.seconds >= 0.1 else phase
     return [
         str(one.rank),
         str(one.pid) if one.is_alive else one.ended or "ended",
@@ -277,7 +278,7 @@ def _cells(one: Row) -> list[str]:
         "–" if one.pace is None else f"{one.pace:.3g}",
         *(_share(share) for share in (one.data, one.compute, one.wait, one.cpu)),
         "–" if one.resident is None else f"{one.resident / 2**20:.0f} MiB",
-        "" if one.collective is None else standing.call(one.collective),
+        "" if one.collective is None else rank_table.call(one.collective),
     ]
 
 
@@ -294,8 +295,8 @@ def _waits(rows: Sequence[Row]) -> list[str]:
     told = []
     for where, those in alike.items():
         longest = max(one.waiting for one in those)
-        verb = f"wait{'s' * (len(those) == 1)} since {standing.duration(longest)}" if longest else "ended"
-        told.append(f"{standing.ranks(those)} {verb} in {where}")
+        verb = f"wait{'s' * (len(those) == 1)} since {rank_table.duration(longest)}" if longest else "ended"
+        told.append(f"{rank_table.ranks(those)} {verb} in {where}")
     return told
 
 
@@ -306,7 +307,7 @@ def _where(one: Row) -> str:
     peer = f" with rank {collective.peer} of its group" if collective.peer is not None else ""
     place = collective.place
     line = f", {shorten_path(place.file)}:{place.line}" if place is not None else ""
-    return f"{standing.call(collective)}{what}{peer}{line}"
+    return f"{rank_table.call(collective)}{what}{peer}{line}"
 
 
 def _elsewhere(view: View) -> list[str]:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import run_files, status
-from phalanx.launch import vitals
 from phalanx.status import stack_parser
 from phalanx.status.stack_parser import Thread
+from phalanx.watchdog.stall import proc_sampler
 
 _MOST_AT_ONCE = 16
 _ANSWER = 0.5
@@ -124,12 +124,12 @@ def _tell(pid: int) -> bool:
 
 def _listens(pid: int) -> bool:
     """Whether it catches the signal, and runs: one that is stopped would answer after its return, to nobody."""
-    caught = int(vitals.field_of(pid, "SigCgt") or "0", 16)
+    caught = int(proc_sampler.field_of(pid, "SigCgt") or "0", 16)
     return bool(caught >> (status.STACK_SIGNAL - 1) & 1) and _is_running(pid)
 
 
 def _is_running(pid: int) -> bool:
-    return vitals.field_of(pid, "State")[:1] not in ("", "T", "t", "Z")
+    return proc_sampler.field_of(pid, "State")[:1] not in ("", "T", "t", "Z")
 
 
 def _size(file: Path) -> int:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import status
-from phalanx.diagnose.report import shorten_path
-from phalanx.launch.stacks import Wanted, stacks_of
+from phalanx.failure.failure_text import shorten_path
 from phalanx.status.rank_record import UNNAMED, RankRecord
 from phalanx.status.stack_parser import source_of
 from phalanx.store import tcp_store
+from phalanx.watchdog.stall.stack_dump import Wanted, stacks_of
 
 _LONGEST = 6.0
 _LAST_WORDS = 2.0

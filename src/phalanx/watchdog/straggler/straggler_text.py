@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from phalanx.diagnose.conditions import Conditions
-from phalanx.diagnose.straggler import Lag, Straggler
+from phalanx.watchdog.straggler.conditions import Conditions
+from phalanx.watchdog.straggler.straggler_detector import Lag, Straggler
 
 
 def one_line(straggler: Straggler, host: str, conditions: Conditions | None) -> str:

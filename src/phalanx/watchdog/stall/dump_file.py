@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.status.rank_record import RankRecord, Vitals
 from phalanx.status.stack_parser import Thread
 
-_LAUNCHER = (str(Path(__file__).parents[1] / "launch"), "<string>")
+_LAUNCHER = (str(Path(__file__).parents[2] / "launch"), "<string>")
 
 
 def dossier(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:

@@ -1,0 +1,1 @@
+"""Why a run failed: the cause, and the text about it."""

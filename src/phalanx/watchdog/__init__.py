@@ -1,0 +1,1 @@
+"""What the agent watches while the ranks run."""

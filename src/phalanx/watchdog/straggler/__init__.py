@@ -1,0 +1,1 @@
+"""A rank that holds up the others: noticed and explained."""
