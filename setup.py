@@ -21,7 +21,7 @@ FLAGS = ["-std=c11", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
 # GCC below -O3 needs to be told that a loop of unknown length is worth vectorising; -O3 takes half as long again and is
 # no faster. clang does it by itself and refuses the second option.
 GCC_FLAGS = ["-ftree-vectorize", "-fvect-cost-model=dynamic"]
-NAME = "phalanx.shm.libphalanx_shm"
+NAME = "phalanx.native.libphalanx_shm"
 
 
 class BuildLibrary(build_ext):

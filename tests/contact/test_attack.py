@@ -23,7 +23,7 @@ import pytest
 from phalanx import events, status
 from phalanx.diagnose import inspect_command, report_command
 from phalanx.errors import ForeignData, UsageError
-from phalanx.shm import messages, segment
+from phalanx.shm.node import p2p, segment
 from phalanx.store.join import Claim
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port
 
@@ -180,7 +180,7 @@ def test_numbers_that_lead_to_another_users_process(place: Path, attack) -> None
         segment._open(claim, int(fd))
     with socket.socket(socket.AF_UNIX) as line:
         line.connect("\0" + address)
-        assert messages._process_behind(line) is None
+        assert p2p._process_behind(line) is None
 
 
 def test_a_directory_of_runs_that_is_not_ours(place: Path) -> None:

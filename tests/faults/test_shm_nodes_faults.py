@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.shm.alarm import Alarm
-from phalanx.shm.failures import PeerLost
+from phalanx.shm.hierarchical.failure_store import Alarm
+from phalanx.shm.node.failures import PeerLost
 from phalanx.world import World
 from tests.faults.test_shm_faults import MISMATCHES, _swap, expect_an_interrupt, interrupt_a_wait
 from tests.losing import die, outcome, survivors
@@ -92,9 +92,9 @@ def lose_a_rank(world: World, victim: int, how: str) -> tuple[str, str, float]:
     dist.all_reduce(small)
     dist.all_reduce(large)
     if how == "on the rails" and world.rank == victim:
-        from phalanx.shm import rails
+        from phalanx.shm.hierarchical import gloo_groups
 
-        rails.Rail.all_reduce = lambda *_: die()  # type: ignore
+        gloo_groups.Rail.all_reduce = lambda *_: die()  # type: ignore
     elif world.rank == victim:
         time.sleep(0.3)  # so that the others wait already
         die()
@@ -143,9 +143,9 @@ def test_the_only_rank_of_a_node_is_killed() -> None:
 def test_a_rank_is_killed_while_the_group_is_formed() -> None:
     def check(world: World) -> tuple[str, str, float]:
         if world.rank == 3:
-            from phalanx.shm import rails
+            from phalanx.shm.hierarchical import gloo_groups
 
-            rails.Rail.__init__ = lambda *_: die()  # type: ignore
+            gloo_groups.Rail.__init__ = lambda *_: die()  # type: ignore
         group: Any = None
 
         def form_and_use() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.shm import passage
+from phalanx.shm.hierarchical import agreement
 from phalanx.world import World
 from tests.losing import outcome
 from tests.ranks.test_shm_nodes import on_nodes
@@ -85,7 +85,7 @@ def test_a_slow_rank_is_waited_for_and_a_stopped_one_is_not(run_ranks: RunRanks)
 
 def test_across_nodes_what_moves_by_gloo_is_progress_too(run_ranks: RunRanks) -> None:
     def check(world: World) -> tuple[str, str, float]:
-        passage._GRACE = 0.0
+        agreement._GRACE = 0.0
         group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
 
         def gather(tensor: Tensor) -> None:

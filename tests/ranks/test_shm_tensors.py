@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.errors import UsageError
+from phalanx.native import library
 from phalanx.parallel import data_parallel
-from phalanx.shm import native
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
@@ -115,7 +115,7 @@ def refuse_the_rest(world: World) -> dict[str, str]:
         "sparse": lambda: dist.broadcast(sparse, 0),
         "sharded model": lambda: data_parallel(model),
         "sharded model in DDP": lambda: DistributedDataParallel(model),
-        "no address": lambda: group._collectives._run(native.Call(op=native.ALL_REDUCE, width=4, count=3, root=-1)),
+        "no address": lambda: group._collectives._run(library.Call(op=library.ALL_REDUCE, width=4, count=3, root=-1)),
     }
     told = {name: refusal(act) for name, act in acts.items()}
     dist.all_reduce(total := torch.ones(1))  # nobody has entered anything

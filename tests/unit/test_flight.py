@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import status
-from phalanx.recorder import flight, messages, phases, waits
+from phalanx.recorder import flight_reader, p2p, phases, waits
 from phalanx.status import StatusPage, layout
 
 
@@ -54,35 +54,35 @@ def own_page() -> StatusPage:
 
 def test_nccl_has_a_recorder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     both = recorder(_dump_fr_trace={"0": (5, 4), "1": (-1, -1)}, _dump_nccl_trace={"0": (7, 7), "2": (3, 1)})
-    monkeypatch.setattr(flight, "torch_recorder", lambda: both)
-    assert flight.how_far() == {"0": (12, 11), "1": (0, 0), "2": (3, 1)}
-    assert [entry["time_created_ns"] for entry in flight.entries()] == [9, 10, 19, 20]
-    monkeypatch.setattr(flight, "torch_recorder", lambda: recorder(_dump_nccl_trace={"0": (7, 7)}))
-    assert flight.is_there()
-    assert flight.how_far() == {"0": (7, 7)}
+    monkeypatch.setattr(flight_reader, "torch_recorder", lambda: both)
+    assert flight_reader.how_far() == {"0": (12, 11), "1": (0, 0), "2": (3, 1)}
+    assert [entry["time_created_ns"] for entry in flight_reader.entries()] == [9, 10, 19, 20]
+    monkeypatch.setattr(flight_reader, "torch_recorder", lambda: recorder(_dump_nccl_trace={"0": (7, 7)}))
+    assert flight_reader.is_there()
+    assert flight_reader.how_far() == {"0": (7, 7)}
 
 
 def test_an_old_torch_or_one_that_is_told_not_to_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flight.is_there()
+    assert flight_reader.is_there()
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert not flight.is_there()
+    assert not flight_reader.is_there()
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
-    monkeypatch.setattr(flight, "torch_recorder", SimpleNamespace)
-    assert not flight.is_there()
+    monkeypatch.setattr(flight_reader, "torch_recorder", SimpleNamespace)
+    assert not flight_reader.is_there()
 
 
 @pytest.mark.usefixtures("_with_page")
 def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without its thread, a rank that gets on would look as if it hung."""
-    monkeypatch.setattr(flight, "_LOOK_EVERY", 0.001)
+    monkeypatch.setattr(flight_reader, "_LOOK_EVERY", 0.001)
     looks = iter([OSError("no space"), OSError("no space"), SystemExit()])  # the last one ends it
 
-    def look(_: flight.Reader) -> None:
+    def look(_: flight_reader.Reader) -> None:
         raise next(looks)
 
-    monkeypatch.setattr(flight.Reader, "look", look)
+    monkeypatch.setattr(flight_reader.Reader, "look", look)
     with pytest.raises(SystemExit):
-        flight.Reader(own_page()).live()
+        flight_reader.Reader(own_page()).live()
     assert capsys.readouterr().err == "phalanx: what this rank does could not be noted (OSError: no space); trying on\n"
 
 
@@ -97,17 +97,17 @@ def test_groups_that_are_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
             return super().items()
 
     world = SimpleNamespace(pg_names=Changing({"a": "7"}), pg_group_ranks={"a": {3: 0, 1: 1}})
-    monkeypatch.setattr(flight.c10d, "_world", world)
-    assert flight.ranks_of("7") == [1, 3]
+    monkeypatch.setattr(flight_reader.c10d, "_world", world)
+    assert flight_reader.ranks_of("7") == [1, 3]
 
 
 def test_the_other_side_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: {"pair": {0: 4, 1: 6}}[group][rank])
-    assert messages._peer({"src": 3}, "pair") == 3
-    assert messages._peer({"src": None, "group_src": 1}, "pair") == 6
-    assert messages._peer({"group_dst": 0}, "pair") == 4
-    assert messages._peer({"dst": 0}, "pair") == 0
-    assert messages._peer({}, "pair") is None
+    assert p2p._peer({"src": 3}, "pair") == 3
+    assert p2p._peer({"src": None, "group_src": 1}, "pair") == 6
+    assert p2p._peer({"group_dst": 0}, "pair") == 4
+    assert p2p._peer({"dst": 0}, "pair") == 0
+    assert p2p._peer({}, "pair") is None
 
 
 @pytest.mark.usefixtures("_with_page")

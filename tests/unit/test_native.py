@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.shm import native
+from phalanx.native import library
 from tests.conftest import REPOSITORY
 
 LIKE_CLANG = """#!/bin/sh
@@ -58,19 +58,19 @@ def test_the_compilers_own_error_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     found, said = build(BROKEN, tmp_path)
     assert [path.name for path in found.iterdir()] == ["not_built.txt"]
     assert "In function 'now_ns'" in said
-    monkeypatch.setattr(native, "LIBRARY", found / "libphalanx_shm.so")
-    monkeypatch.setattr(native, "WHY_NOT", found / "not_built.txt")
+    monkeypatch.setattr(library, "LIBRARY", found / "libphalanx_shm.so")
+    monkeypatch.setattr(library, "WHY_NOT", found / "not_built.txt")
     error = "csrc/wait.c:26:5: error: the sources are from the future"
-    with pytest.raises(native.NotBuilt) as caught:
-        native.library.__wrapped__()
+    with pytest.raises(library.NotBuilt) as caught:
+        library.library.__wrapped__()
     assert str(caught.value) == f"the shm library is not there: it could not be compiled ({error})"
-    assert "In function 'now_ns':\n" + error in native.WHY_NOT.read_text()
+    assert "In function 'now_ns':\n" + error in library.WHY_NOT.read_text()
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("int phx_version(void) { return 1; }", f"the shm library has version 1, not {native.VERSION}: install"),
+        ("int phx_version(void) { return 1; }", f"the shm library has version 1, not {library.VERSION}: install"),
         ("int something_else(void) { return 1; }", "foreign.so is not the shm library of phalanx: install"),
     ],
     ids=["old", "foreign"],
@@ -78,9 +78,9 @@ def test_the_compilers_own_error_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
 def test_another_library_is_refused_with_the_reason(
     source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "LIBRARY", tmp_path / "foreign.so")
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(native.LIBRARY)]
+    monkeypatch.setattr(library, "LIBRARY", tmp_path / "foreign.so")
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library.LIBRARY)]
     subprocess.run(command, input=source, text=True, check=True)
-    with pytest.raises(native.NotBuilt) as caught:
-        native.library.__wrapped__()
+    with pytest.raises(library.NotBuilt) as caught:
+        library.library.__wrapped__()
     assert reason in str(caught.value)

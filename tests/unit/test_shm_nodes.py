@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.shm import arithmetic, blocks
-from phalanx.shm.nodes import Nodes, cut, pieces, sort_into_nodes
-from phalanx.shm.tensors import REDUCE_NAMES
+from phalanx.shm.hierarchical import flat_tensors, reduction_plan
+from phalanx.shm.hierarchical.topology import Nodes, cut, pieces, sort_into_nodes
+from phalanx.shm.node.tensors import REDUCE_NAMES
 
 
 def test_ranks_are_sorted_into_nodes() -> None:
@@ -57,31 +57,31 @@ def test_pieces_and_parts_cover_everything_once(count: int, width: int, rails: i
 
 @pytest.mark.parametrize("name", REDUCE_NAMES)
 def test_every_operator_has_a_plan(name: str) -> None:
-    plan = arithmetic.plan(REDUCE_NAMES.index(name), 0.5, torch.float32, 6)
+    plan = reduction_plan.plan(REDUCE_NAMES.index(name), 0.5, torch.float32, 6)
     assert plan.divisor == (6 if name == "avg" else 1)
     assert plan.between == ("sum" if name in ("avg", "premul_sum") else name)
     assert plan.within.factor == (0.5 if name == "premul_sum" else 0.0)
 
 
 def test_an_average_of_halves_is_divided_before_it_is_added_up() -> None:
-    plan = arithmetic.plan(REDUCE_NAMES.index("avg"), 0.0, torch.float16, 4)
+    plan = reduction_plan.plan(REDUCE_NAMES.index("avg"), 0.0, torch.float16, 4)
     assert (plan.within.factor, plan.between, plan.divisor) == (0.25, "sum", 1)
 
 
 def test_combining_is_done_in_float32_and_in_order() -> None:
     halves = [torch.tensor([1.0]).half(), torch.tensor([0.0004]).half(), torch.tensor([0.0004]).half()]
-    assert arithmetic.combine(halves, "sum").item() == torch.tensor(1.0008).half().item()
+    assert reduction_plan.combine(halves, "sum").item() == torch.tensor(1.0008).half().item()
     flags = [torch.tensor([True, False]), torch.tensor([True, True])]
-    assert arithmetic.combine(flags, "sum").tolist() == [True, True]
-    assert arithmetic.combine(flags, "min").tolist() == [True, False]
-    assert arithmetic.combine(flags, "bxor").tolist() == [False, True]
+    assert reduction_plan.combine(flags, "sum").tolist() == [True, True]
+    assert reduction_plan.combine(flags, "min").tolist() == [True, False]
+    assert reduction_plan.combine(flags, "bxor").tolist() == [False, True]
     large = [torch.tensor([2**63 + 1], dtype=torch.uint64), torch.tensor([1], dtype=torch.uint64)]
-    assert arithmetic.combine(large, "max").tolist() == [2**63 + 1]
+    assert reduction_plan.combine(large, "max").tolist() == [2**63 + 1]
 
 
 def test_gloo_is_used_where_it_does_the_same() -> None:
     def uses_gloo(dtype: torch.dtype, between: str, nodes: int = 2) -> bool:
-        return arithmetic.by_gloo(torch.zeros(1, dtype=dtype), between, nodes) is not None
+        return reduction_plan.by_gloo(torch.zeros(1, dtype=dtype), between, nodes) is not None
 
     assert uses_gloo(torch.float32, "sum")
     assert not uses_gloo(torch.float32, "min"), "it loses a NaN"
@@ -95,16 +95,16 @@ def test_gloo_is_used_where_it_does_the_same() -> None:
 def test_division_cuts_integers() -> None:
     for dtype in (torch.int32, torch.uint16, torch.int8):
         block = torch.tensor([7, 8], dtype=dtype)
-        arithmetic.divide(block, 4)
+        reduction_plan.divide(block, 4)
         assert block.tolist() == [1, 2]
     block = torch.tensor([-7])
-    arithmetic.divide(block, 4)
+    reduction_plan.divide(block, 4)
     assert block.tolist() == [-1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.float8_e5m2, torch.int64])
 def test_bytes_there_and_back(dtype: torch.dtype) -> None:
     block = torch.arange(6).to(torch.uint8 if dtype == torch.float8_e5m2 else dtype).view(dtype)
-    data = blocks.as_bytes(block)
+    data = flat_tensors.as_bytes(block)
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), data])[1:]
-    assert torch.equal(blocks.as_bytes(blocks.typed(shifted, dtype)), data)
+    assert torch.equal(flat_tensors.as_bytes(flat_tensors.typed(shifted, dtype)), data)

@@ -7,7 +7,7 @@ do, and `messages` what it does not see; `stores` notes where a rank connects to
 
 from __future__ import annotations
 
-from phalanx.recorder import ddp_teardown, flight, messages, phases, stores, waits
+from phalanx.recorder import ddp_teardown, flight_reader, p2p, phases, stores, waits
 
 __all__ = ["install"]
 
@@ -15,8 +15,8 @@ __all__ = ["install"]
 def install() -> None:
     """torch is imported. Done once, also for all workers that will be forked."""
     phases.install()
-    flight.install()
-    messages.install()
+    flight_reader.install()
+    p2p.install()
     stores.install()
     waits.install()
     ddp_teardown.install()

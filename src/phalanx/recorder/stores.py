@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from phalanx import status
-from phalanx.recorder import flight
+from phalanx.recorder import flight_reader
 from phalanx.status import layout
 
 
@@ -23,8 +23,8 @@ def install() -> None:
             plain(self, *args, **kwargs)
             return
         # Its thread can tell where this one stands. Asked by a signal, torch would print the C++ stack of the call.
-        if flight.is_there():
-            flight.begin()
+        if flight_reader.is_there():
+            flight_reader.begin()
         names = dict(zip(("host_name", "port"), args, strict=False)) | kwargs
         page.connecting(f"{names.get('host_name')}:{names.get('port')}")
         # Within init_process_group that is what the rank waits in.

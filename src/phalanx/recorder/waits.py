@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
 from phalanx import status
-from phalanx.recorder import flight
+from phalanx.recorder import flight_reader
 from phalanx.status import layout
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -27,7 +27,7 @@ def install() -> None:
     if not dist.is_available():
         return
     work: Any = dist.Work
-    work.wait = (_waiting if flight.is_there() else _noted_waiting)(work.wait)
+    work.wait = (_waiting if flight_reader.is_there() else _noted_waiting)(work.wait)
     dist._broadcast_coalesced = _waiting(dist._broadcast_coalesced)
     DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.native.library import describe
 from phalanx.shm import patches
-from phalanx.shm.backend import ShmGroup
-from phalanx.shm.native import describe
-from phalanx.shm.segment import why_not_here
+from phalanx.shm.node.segment import why_not_here
+from phalanx.shm.process_group import ShmGroup
 
 __all__ = ["ShmGroup", "describe", "why_not_here"]
 

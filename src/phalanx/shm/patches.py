@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.shm.backend import ShmGroup
-from phalanx.shm.lane import original
+from phalanx.shm.node.work_queue import original
+from phalanx.shm.process_group import ShmGroup
 
 
 def apply() -> None:

@@ -17,8 +17,9 @@ from typing import Any
 
 from phalanx import plain
 from phalanx.errors import ForeignData, JoinError, PeerLost, UsageError
-from phalanx.shm import failures, native
-from phalanx.shm.failures import Names
+from phalanx.native import library
+from phalanx.shm.node import failures
+from phalanx.shm.node.failures import Names
 from phalanx.store import join
 from phalanx.store.join import Claim
 
@@ -35,7 +36,7 @@ _SLICE = 2.0
 
 def why_not_here() -> str | None:
     """What this system lacks for shared memory between ranks; None when nothing."""
-    reason = native.why_not()
+    reason = library.why_not()
     if reason is not None:
         return reason
     try:
@@ -52,9 +53,9 @@ class Segment:
     def __init__(self, store: Any, claims: Sequence[Claim], rank: int, timeout: float, names: Names) -> None:
         """``claims`` are those of its ranks, in order, all on this machine; ``rank`` is this one's place among them."""
         size = len(claims)
-        if size > native.MAX_RANKS:
-            raise UsageError(f"backend 'shm' takes at most {native.MAX_RANKS} ranks, not {size}; use gloo.")
-        self._lib = native.library()
+        if size > library.MAX_RANKS:
+            raise UsageError(f"backend 'shm' takes at most {library.MAX_RANKS} ranks, not {size}; use gloo.")
+        self._lib = library.library()
         self._names = names
         slot = max(_SMALLEST_SLOT, min(_LARGEST_SLOT, _ALL_SLOTS // (2 * size))) // 4096 * 4096
         self._bytes = self._lib.phx_segment_bytes(size, slot)
@@ -76,43 +77,45 @@ class Segment:
             self._leave = weakref.finalize(self, _leave, self._lib, self.handle, pidfds, os.getpid())
             self._leave.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
             # Until all have mapped the file, the first rank must keep it open.
-            self.run(native.Call(op=native.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=PATIENCE))
+            self.run(library.Call(op=library.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=PATIENCE))
 
     def _map(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, self._bytes)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
-    def keep(self, log: native.Log | None) -> None:
+    def keep(self, log: library.Log | None) -> None:
         """From now on what runs here is noted in the page that this log tells of, if there is one."""
         self._log = log  # as long as the handle, which refers to it
         self._lib.phx_keep_log(self.handle, None if log is None else ctypes.byref(log))
 
-    def run(self, call: native.Call) -> None:
+    def run(self, call: library.Call) -> None:
         """Runs a collective to its end. A signal is dealt with as anywhere in Python, and may end it by raising."""
         try:
             result = self._lib.phx_run(self.handle, ctypes.addressof(call))
-            while result == native.INTERRUPTED:
+            while result == library.INTERRUPTED:
                 result = self._lib.phx_resume(self.handle)
         except BaseException:
             if self._lib.phx_is_interrupted(self.handle):
                 self.abort()  # its half is missing for ever
             raise
-        if result == native.FAILED:
+        if result == library.FAILED:
             raise self.failure()
-        if result == native.REFUSED:
-            raise UsageError(f"{native.OPS[call.op]} was given no memory for its elements; nothing has been exchanged.")
+        if result == library.REFUSED:
+            raise UsageError(
+                f"{library.OPS[call.op]} was given no memory for its elements; nothing has been exchanged."
+            )
 
     def failure(self) -> Exception:
         """The group's first failure, as an exception."""
-        record = native.Failure()
+        record = library.Failure()
         self._lib.phx_get_failure(self.handle, ctypes.byref(record))
         return failures.to_exception(record, self._names)
 
     @property
     def has_failed(self) -> bool:
-        record = native.Failure()
+        record = library.Failure()
         self._lib.phx_get_failure(self.handle, ctypes.byref(record))
-        return record.kind != native.NO_FAILURE
+        return record.kind != library.NO_FAILURE
 
     def abort(self) -> None:
         """Ends every wait in the group, on every rank; the group is of no use afterwards."""

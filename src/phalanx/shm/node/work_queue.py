@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from phalanx import status
 from phalanx.errors import UsageError
-from phalanx.shm import native
+from phalanx.native import library
 from phalanx.status import StatusPage
 from phalanx.status.layout import NO_PEER
 
@@ -150,7 +150,7 @@ class Finished(dist.Work):
 class Lane:
     """The order of a group's collectives."""
 
-    def __init__(self, name: str, page: StatusPage | None, log: native.Log | None = None) -> None:
+    def __init__(self, name: str, page: StatusPage | None, log: library.Log | None = None) -> None:
         """``log``: by which the C library writes into the page what it runs; without one, it is done here."""
         self._name, self.page, self.log = name, page, log
         self._number = 0

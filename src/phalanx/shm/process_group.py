@@ -24,22 +24,23 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import status
-from phalanx.shm import monitored, rails
-from phalanx.shm.collectives import Collectives
-from phalanx.shm.failures import Names
-from phalanx.shm.lane import Finished, Lane
-from phalanx.shm.logbook import Logbook
-from phalanx.shm.messages import Messages
-from phalanx.shm.nodes import sort_into_nodes
-from phalanx.shm.options import UNSET, Options, options_of
-from phalanx.shm.segment import Segment
-from phalanx.shm.tensors import is_in_one_piece
+from phalanx.shm import monitored_barrier
+from phalanx.shm.hierarchical import gloo_groups
+from phalanx.shm.hierarchical.topology import sort_into_nodes
+from phalanx.shm.node.call_options import UNSET, Options, options_of
+from phalanx.shm.node.collectives import Collectives
+from phalanx.shm.node.failures import Names
+from phalanx.shm.node.p2p import Messages
+from phalanx.shm.node.segment import Segment
+from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.tensors import is_in_one_piece
+from phalanx.shm.node.work_queue import Finished, Lane
 from phalanx.status import layout
 from phalanx.status.layout import ALL_REDUCE
 from phalanx.store import join
 
 if TYPE_CHECKING:
-    from phalanx.shm.across import AcrossNodes
+    from phalanx.shm.hierarchical.collectives_across import AcrossNodes
 
 _FINISHED = Finished()
 
@@ -65,28 +66,32 @@ class ShmGroup(dist.ProcessGroup):
         claims = join.sign_in(shared, rank, size, seconds, note=messages.address)
         self._names.pids = tuple(claim.pid for claim in claims)
         nodes = sort_into_nodes([claim.machine for claim in claims], rank)
-        address = rails.LOOPBACK if nodes.count == 1 else rails.own_address(store, [claim.host for claim in claims])
+        address = (
+            gloo_groups.LOOPBACK
+            if nodes.count == 1
+            else gloo_groups.own_address(store, [claim.host for claim in claims])
+        )
         self._add_gloo(dist.PrefixStore("gloo", store), rank, size, timeout, address)
         self._log = None
         if nodes.count == 1:
             segment = Segment(shared, claims, rank, seconds, self._names)
             messages.meet([claim.note for claim in claims], segment.pidfds)
-            self._messages: Messages | rails.Letters = messages
+            self._messages: Messages | gloo_groups.Letters = messages
             self._collectives: Collectives | AcrossNodes = Collectives(segment, rank, size, seconds)
             self._log = self._book.for_the_library()
             segment.keep(self._log)
         else:
-            from phalanx.shm.across import AcrossNodes
+            from phalanx.shm.hierarchical.collectives_across import AcrossNodes
 
             messages.close("the group is on several nodes.")
-            self._messages = rails.Letters(self._gloo, self._names, self._book)
+            self._messages = gloo_groups.Letters(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
         self._lane = Lane(name, self._book.page, self._log)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
     def _add_gloo(self, store: Any, rank: int, size: int, timeout: timedelta, address: str) -> None:
-        inner = rails.gloo_group(store, rank, size, timeout, address, lazy=True)
+        inner = gloo_groups.gloo_group(store, rank, size, timeout, address, lazy=True)
         kind = dist.ProcessGroup.BackendType.GLOO
         self._register_backend(torch.device("cpu"), kind, inner)
         # Called directly: by way of super() torch holds the interpreter's lock, which gloo's own thread may want.
@@ -150,7 +155,7 @@ class ShmGroup(dist.ProcessGroup):
         limit = self._names.timeout if limit is None else limit
         store = dist.PrefixStore(f"monitored/{next(self._monitored)}", self._store)
         with status.waiting(layout.MONITORED_BARRIER):
-            monitored.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
+            monitored_barrier.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
 
     # ---- a block for each rank
 

@@ -9,10 +9,10 @@ from datetime import timedelta
 
 from torch import Tensor
 
-from phalanx.shm.failures import CollectiveTimeout, Names
-from phalanx.shm.lane import Work
-from phalanx.shm.logbook import Logbook
-from phalanx.shm.tensors import DTYPE_NAMES, Staging, code_of
+from phalanx.shm.node.failures import CollectiveTimeout, Names
+from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.tensors import DTYPE_NAMES, Staging, code_of
+from phalanx.shm.node.work_queue import Work
 from phalanx.status import layout
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.shm import native
-from phalanx.shm.segment import PATIENCE, Segment
-from phalanx.shm.tensors import (
+from phalanx.native import library
+from phalanx.shm.node.segment import PATIENCE, Segment
+from phalanx.shm.node.tensors import (
     REDUCE_NAMES,
     Staging,
     check_blocks,
@@ -34,7 +34,7 @@ class Collectives:
     def __init__(self, segment: Segment, rank: int, size: int, timeout: float) -> None:
         self._segment = segment
         self._rank, self._size = rank, size
-        self.prepared: dict[tuple[torch.dtype, int], native.Call] = {}
+        self.prepared: dict[tuple[torch.dtype, int], library.Call] = {}
         """The call that all_reduce made the last time for a type and an operator; `repeat` spares the making."""
         self.set_timeout(timeout)
 
@@ -51,7 +51,7 @@ class Collectives:
         finally:
             self.set_timeout(usual)  # also for the calls that were prepared meanwhile
 
-    def keep(self, log: native.Log | None) -> None:
+    def keep(self, log: library.Log | None) -> None:
         self._segment.keep(log)
 
     def abort(self) -> None:
@@ -65,7 +65,7 @@ class Collectives:
 
     # ---- one block
 
-    def repeat(self, call: native.Call, tensor: Tensor) -> None:
+    def repeat(self, call: library.Call, tensor: Tensor) -> None:
         call.count = tensor.numel()
         call.input = call.output = tensor.data_ptr()
         self._segment.run(call)
@@ -73,7 +73,7 @@ class Collectives:
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         staging = Staging()
         block = staging.update(tensor)
-        call = self._reduction(native.ALL_REDUCE, block, op, {"input": block.data_ptr(), "output": block.data_ptr()})
+        call = self._reduction(library.ALL_REDUCE, block, op, {"input": block.data_ptr(), "output": block.data_ptr()})
         self._run(call)
         staging.finish()
         if REDUCE_NAMES[call.reduce] != "premul_sum" and not tensor.is_complex():  # a factor is that call's own
@@ -83,17 +83,17 @@ class Collectives:
         staging = Staging()
         block = staging.update(tensor) if self._rank == root else staging.read(tensor)
         where = {"input": block.data_ptr(), "output": block.data_ptr()}
-        self._run(self._reduction(native.REDUCE, block, op, where, root))
+        self._run(self._reduction(library.REDUCE, block, op, where, root))
         staging.finish()
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         staging = Staging()
         block = staging.read(tensor) if self._rank == root else staging.write(tensor)
-        self._move(native.BROADCAST, block, {"input": block.data_ptr(), "output": block.data_ptr()}, root)
+        self._move(library.BROADCAST, block, {"input": block.data_ptr(), "output": block.data_ptr()}, root)
         staging.finish()
 
     def barrier(self) -> None:
-        self._run(native.Call(op=native.BARRIER, root=-1))
+        self._run(library.Call(op=library.BARRIER, root=-1))
 
     # ---- a block for each rank: in tensors of their own, or one after the other in one
 
@@ -106,7 +106,7 @@ class Collectives:
             where["output"] = staging.write(outputs).data_ptr()
         else:
             where["outputs"] = _pointers([staging.write(output) for output in outputs])
-        self._move(native.ALL_GATHER, block, where)
+        self._move(library.ALL_GATHER, block, where)
         staging.finish()
 
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
@@ -116,7 +116,7 @@ class Collectives:
         if self._rank == root:
             check_blocks(outputs, tensor, self._size, "gather")
             where["outputs"] = _pointers([staging.write(output) for output in outputs])
-        self._move(native.GATHER, block, where, root)
+        self._move(library.GATHER, block, where, root)
         staging.finish()
 
     def scatter(self, output: Tensor, inputs: Sequence[Tensor], root: int) -> None:
@@ -126,7 +126,7 @@ class Collectives:
         if self._rank == root:
             check_blocks(inputs, output, self._size, "scatter")
             where["inputs"] = _pointers([staging.read(tensor) for tensor in inputs])
-        self._move(native.SCATTER, block, where, root)
+        self._move(library.SCATTER, block, where, root)
         staging.finish()
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor] | Tensor, op: Any) -> None:
@@ -138,7 +138,7 @@ class Collectives:
             where["input"] = staging.read(inputs).data_ptr()
         else:
             where["inputs"] = _pointers([staging.read(tensor) for tensor in inputs])
-        self._run(self._reduction(native.REDUCE_SCATTER, block, op, where))
+        self._run(self._reduction(library.REDUCE_SCATTER, block, op, where))
         staging.finish()
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -148,8 +148,8 @@ class Collectives:
         targets = [staging.write(tensor) for tensor in outputs]
         code, width = code_of(sources[0])
         counts = ctypes.c_uint64 * self._size
-        call = native.Call(
-            op=native.ALL_TO_ALL,
+        call = library.Call(
+            op=library.ALL_TO_ALL,
             dtype=code,
             width=width,
             root=-1,
@@ -171,18 +171,18 @@ class Collectives:
 
     # ---- what they have in common
 
-    def _reduction(self, op: int, block: Tensor, reduce_op: Any, where: _Where, root: int = -1) -> native.Call:
+    def _reduction(self, op: int, block: Tensor, reduce_op: Any, where: _Where, root: int = -1) -> library.Call:
         reduce, factor = reduce_of(reduce_op)
-        code, width, count = numbers_of(block, reduce, native.OPS[op])
-        return native.Call(
+        code, width, count = numbers_of(block, reduce, library.OPS[op])
+        return library.Call(
             op=op, reduce=reduce, factor=factor, dtype=code, width=width, count=count, root=root, **where
         )
 
     def _move(self, op: int, block: Tensor, where: _Where, root: int = -1) -> None:
         code, width = code_of(block)
-        self._run(native.Call(op=op, dtype=code, width=width, count=block.numel(), root=root, **where))
+        self._run(library.Call(op=op, dtype=code, width=width, count=block.numel(), root=root, **where))
 
-    def _run(self, call: native.Call) -> None:
+    def _run(self, call: library.Call) -> None:
         call.timeout_ns = int(self._timeout * 1e9)
         call.patience = PATIENCE
         self._segment.run(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from phalanx.shm.failures import CollectiveTimeout
+from phalanx.shm.node.failures import CollectiveTimeout
 from phalanx.store import join
 
 _FOR_THE_VERDICT = 1.0

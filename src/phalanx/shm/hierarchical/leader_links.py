@@ -21,9 +21,10 @@ from typing import Any
 
 from phalanx import plain
 from phalanx.errors import ForeignData, JoinError
-from phalanx.shm import alarm, failures
-from phalanx.shm.failures import Names
-from phalanx.shm.nodes import Nodes
+from phalanx.shm.hierarchical import failure_store
+from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.node import failures
+from phalanx.shm.node.failures import Names
 from phalanx.store import join
 
 _HEADER = struct.Struct("<BI")
@@ -105,7 +106,7 @@ class _Line:
             elif kind == _FAREWELL:
                 self.has_left = True
             elif self.failure is None:
-                self.failure = alarm.decode(data)
+                self.failure = failure_store.decode(data)
 
 
 class Links:
@@ -154,7 +155,7 @@ class Links:
 
     def tell(self, cause: Exception) -> None:
         for line in self._lines.values():
-            line.post(_FAILURE, alarm.encode(cause))
+            line.post(_FAILURE, failure_store.encode(cause))
 
     def close(self) -> None:
         self._move(0.0)  # what is unread when a connection is closed takes the last words with it

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.shm.tensors import REDUCE_NAMES
+from phalanx.shm.node.tensors import REDUCE_NAMES
 
 _HALVES = (torch.float16, torch.bfloat16)
 _UNSIGNED = tuple(getattr(torch, name) for name in ("uint16", "uint32", "uint64"))

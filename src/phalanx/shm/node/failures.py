@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from phalanx import errors
-from phalanx.shm import native
-from phalanx.shm.native import Failure, Signature
-from phalanx.shm.tensors import DTYPE_NAMES, REDUCE_NAMES
+from phalanx.native import library
+from phalanx.native.library import Failure, Signature
+from phalanx.shm.node.tensors import DTYPE_NAMES, REDUCE_NAMES
 
 
 # Each is one of ours and one of torch's: ``except px.PhalanxError`` and ``except dist.DistBackendError`` both work.
@@ -64,15 +64,15 @@ class Names:
 
 def to_exception(failure: Failure, names: Names) -> Exception:
     number = failure.number - 1  # the library's first one is the barrier that forms the group
-    if failure.kind == native.MISMATCH:
+    if failure.kind == library.MISMATCH:
         return mismatch(names, failure.finder, failure.finders, failure.culprit, failure.culprits, number)
-    if failure.kind == native.SPLITS:
+    if failure.kind == library.SPLITS:
         return splits(names, failure.culprit, failure.receiver, failure.sent, failure.expected, number)
-    if failure.kind == native.LOST:
+    if failure.kind == library.LOST:
         return lost(names, failure.culprit, number)
-    if failure.kind == native.LEFT:
+    if failure.kind == library.LEFT:
         return left(names, failure.culprit, number)
-    if failure.kind == native.TIMEOUT:
+    if failure.kind == library.TIMEOUT:
         return timed_out(names, failure.finder, failure.missing_ranks(), failure.timeout_ns / 1e9, number)
     return aborted(names, failure.finder, number)
 
@@ -134,13 +134,13 @@ def by_name(kind: str, text: str) -> Exception:
 
 def _spell(call: Signature, other: Signature, names: Names) -> str:
     """``all_reduce(float32[12], max)``: the operator and the root only where they matter or differ."""
-    name = native.OPS[call.op]
+    name = library.OPS[call.op]
     inside = []
-    if call.op != native.BARRIER:
+    if call.op != library.BARRIER:
         inside.append(
-            f"{DTYPE_NAMES[call.dtype]}[{call.count}]" if call.op != native.ALL_TO_ALL else DTYPE_NAMES[call.dtype]
+            f"{DTYPE_NAMES[call.dtype]}[{call.count}]" if call.op != library.ALL_TO_ALL else DTYPE_NAMES[call.dtype]
         )
-    if call.op in (native.ALL_REDUCE, native.REDUCE, native.REDUCE_SCATTER) and call.op == other.op:
+    if call.op in (library.ALL_REDUCE, library.REDUCE, library.REDUCE_SCATTER) and call.op == other.op:
         if call.reduce != other.reduce:
             inside.append(REDUCE_NAMES[call.reduce])
         elif call.factor != other.factor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx import status
-from phalanx.shm import native
+from phalanx.native import library
 from phalanx.status import layout
 
 _OTHER = layout.DTYPES.index("other")
@@ -31,7 +31,7 @@ class Logbook(dict[tuple[int, torch.dtype | None], int]):
         self[key] = kind = layout.kind_of(self._group, op, code)
         return kind
 
-    def for_the_library(self) -> native.Log | None:
+    def for_the_library(self) -> library.Log | None:
         """With this, the C library writes the page itself while a collective runs."""
         if self.page is None:
             return None
@@ -40,7 +40,7 @@ class Logbook(dict[tuple[int, torch.dtype | None], int]):
         def at(word: int) -> int:
             return memory + word * layout.WORD
 
-        return native.Log(
+        return library.Log(
             no_peer=layout.NO_PEER,
             entries=layout.RING_ENTRIES,
             ring=at(layout.RING),

@@ -19,12 +19,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import torch_compat
 from phalanx.errors import JoinError, UsageError
-from phalanx.shm import arithmetic
-from phalanx.shm.arithmetic import Reduction
-from phalanx.shm.failures import CollectiveTimeout, Names, PeerLost
-from phalanx.shm.logbook import Logbook
-from phalanx.shm.nodes import Nodes
-from phalanx.shm.tensors import Staging
+from phalanx.shm.hierarchical import reduction_plan
+from phalanx.shm.hierarchical.reduction_plan import Reduction
+from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.node.failures import CollectiveTimeout, Names, PeerLost
+from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.tensors import Staging
 from phalanx.status import layout
 
 LOOPBACK = "127.0.0.1"
@@ -115,19 +115,19 @@ class Rail:
         self.gloo._set_default_timeout(NEVER)
 
     def all_reduce(self, part: Tensor, reduction: Reduction) -> Sent:
-        native = arithmetic.by_gloo(part, reduction.between, self._nodes.count)
+        native = reduction_plan.by_gloo(part, reduction.between, self._nodes.count)
         if native is None:
             return self._gather_and_combine(part, reduction)
         seen, options = native[0], c10d.AllreduceOptions()
         options.reduceOp = native[1]
-        return Sent(self.gloo.allreduce([seen], options), lambda: arithmetic.divide(part, reduction.divisor))
+        return Sent(self.gloo.allreduce([seen], options), lambda: reduction_plan.divide(part, reduction.divisor))
 
     def _gather_and_combine(self, part: Tensor, reduction: Reduction) -> Sent:
         blocks = [torch.empty_like(part) for _ in range(self._nodes.count)]
 
         def then() -> None:
-            part.copy_(arithmetic.combine(blocks, reduction.between))
-            arithmetic.divide(part, reduction.divisor)
+            part.copy_(reduction_plan.combine(blocks, reduction.between))
+            reduction_plan.divide(part, reduction.divisor)
 
         views = [block.view(torch.uint8) for block in blocks]
         return Sent(self.gloo.allgather([views], [part.view(torch.uint8)]), then)

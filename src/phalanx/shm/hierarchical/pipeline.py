@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.shm.arithmetic import Reduction
-from phalanx.shm.blocks import as_bytes
-from phalanx.shm.nodes import cut, pieces
-from phalanx.shm.passage import Passage
-from phalanx.shm.rails import Rail, Sent
+from phalanx.shm.hierarchical.agreement import Passage
+from phalanx.shm.hierarchical.flat_tensors import as_bytes
+from phalanx.shm.hierarchical.gloo_groups import Rail, Sent
+from phalanx.shm.hierarchical.reduction_plan import Reduction
+from phalanx.shm.hierarchical.topology import cut, pieces
 
 _AHEAD = 3
 """So many pieces may be on the network while the next one is added up."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phalanx import plain
-from phalanx.shm import failures
+from phalanx.shm.node import failures
 from phalanx.store import join
 
 _KEY = "failure"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.shm.tensors import in_one_piece
+from phalanx.shm.node.tensors import in_one_piece
 
 
 def flat(tensor: Tensor) -> Tensor:

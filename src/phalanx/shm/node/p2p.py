@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from phalanx.errors import CollectiveError, UsageError
-from phalanx.shm.failures import CollectiveAborted, CollectiveMismatch, Names, PeerLost
-from phalanx.shm.logbook import Logbook
-from phalanx.shm.message import Message, spell
-from phalanx.shm.tensors import width_of
+from phalanx.shm.node.failures import CollectiveAborted, CollectiveMismatch, Names, PeerLost
+from phalanx.shm.node.p2p_message import Message, spell
+from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.tensors import width_of
 
 _HEADER = struct.Struct("<qQQ")
 """Tag, type, number of elements."""

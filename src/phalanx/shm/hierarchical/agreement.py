@@ -19,15 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.shm import failures
-from phalanx.shm.alarm import Alarm
-from phalanx.shm.collectives import Collectives
-from phalanx.shm.failures import CollectiveAborted, Names, PeerLost
-from phalanx.shm.links import SLICE, Links
-from phalanx.shm.native import Signature
-from phalanx.shm.nodes import Nodes
-from phalanx.shm.rails import Rail, abandon, first_line, has_come
-from phalanx.shm.segment import Segment
+from phalanx.native.library import Signature
+from phalanx.shm.hierarchical.failure_store import Alarm
+from phalanx.shm.hierarchical.gloo_groups import Rail, abandon, first_line, has_come
+from phalanx.shm.hierarchical.leader_links import SLICE, Links
+from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.node import failures
+from phalanx.shm.node.collectives import Collectives
+from phalanx.shm.node.failures import CollectiveAborted, Names, PeerLost
+from phalanx.shm.node.segment import Segment
 from phalanx.store.join import Claim
 
 _SIGNATURE_BYTES = len(bytes(Signature()))

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError
-from phalanx.shm import native
+from phalanx.native import library
 
 # In the order of enum phx_dtype. What comes after the first 13 is moved, not reduced.
 _DTYPES = (
@@ -56,7 +56,7 @@ def numbers_of(tensor: Tensor, reduce: int, name: str) -> tuple[int, int, int]:
     if tensor.is_complex() and reduce in (_SUM, _AVG, _PREMUL):
         code, width = _CODES[tensor.dtype.to_real()]
         count *= 2
-    if not native.library().phx_can_reduce(code, reduce):
+    if not library.library().phx_can_reduce(code, reduce):
         raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on {DTYPE_NAMES[code]}.")
     return code, width, count
 

@@ -16,24 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx.shm import arithmetic, failures, native
-from phalanx.shm.arithmetic import Reduction
-from phalanx.shm.blocks import as_bytes, flat, memory, read, real, size_of, typed, write
-from phalanx.shm.failures import Names
-from phalanx.shm.large import Large
-from phalanx.shm.native import Signature
-from phalanx.shm.nodes import Nodes
-from phalanx.shm.passage import Passage
-from phalanx.shm.rails import NEVER
-from phalanx.shm.tensors import (
-    Staging,
-    check_blocks,
-    check_exchange,
-    code_of,
-    numbers_of,
-    reduce_of,
-    split,
-)
+from phalanx.native import library
+from phalanx.native.library import Signature
+from phalanx.shm.hierarchical import reduction_plan
+from phalanx.shm.hierarchical.agreement import Passage
+from phalanx.shm.hierarchical.flat_tensors import as_bytes, flat, memory, read, real, size_of, typed, write
+from phalanx.shm.hierarchical.gloo_groups import NEVER
+from phalanx.shm.hierarchical.pipeline import Large
+from phalanx.shm.hierarchical.reduction_plan import Reduction
+from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.node import failures
+from phalanx.shm.node.failures import Names
+from phalanx.shm.node.tensors import Staging, check_blocks, check_exchange, code_of, numbers_of, reduce_of, split
 from phalanx.store.join import Claim
 
 _PART_BYTES = 1 << 20
@@ -57,12 +51,12 @@ class AcrossNodes:
         self._rank, self._size = nodes.rank, len(claims)
         self._passage = passage = Passage(store, nodes, claims, timeout, names, address, gloo)
         self._local, self._large = passage.local, Large(passage)
-        self.prepared: dict[Any, native.Call] = {}
+        self.prepared: dict[Any, library.Call] = {}
         """Always empty: beside the network the making of a call is nothing."""
         self.set_timeout, self.within = passage.set_timeout, passage.within
         self.abort, self.close, self.forked = passage.abort, passage.close, passage.forked
 
-    def repeat(self, call: native.Call, tensor: Tensor) -> None:
+    def repeat(self, call: library.Call, tensor: Tensor) -> None:
         raise AssertionError("nothing is prepared")
 
     # ---- reductions
@@ -70,7 +64,7 @@ class AcrossNodes:
     def all_reduce(self, tensor: Tensor, op: Any) -> None:
         staging = Staging()
         block = flat(staging.update(tensor))
-        signature, reduction = self._reduction(native.ALL_REDUCE, block, op)
+        signature, reduction = self._reduction(library.ALL_REDUCE, block, op)
         with self._passage.collective(signature):
             self._reduce_everywhere(signature, real(block), reduction)
         staging.finish()
@@ -79,7 +73,7 @@ class AcrossNodes:
         staging = Staging()
         # Only the root's tensor changes.
         block = flat(staging.update(tensor)) if self._rank == root else flat(tensor).clone()
-        signature, reduction = self._reduction(native.REDUCE, block, op, root)
+        signature, reduction = self._reduction(library.REDUCE, block, op, root)
         with self._passage.collective(signature):
             self._reduce_everywhere(signature, real(block), reduction)
         staging.finish()
@@ -89,7 +83,7 @@ class AcrossNodes:
         staging = Staging()
         target = flat(staging.write(output))
         whole = torch.cat([flat(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)])
-        signature, reduction = self._reduction(native.REDUCE_SCATTER, whole[: output.numel()], op)
+        signature, reduction = self._reduction(library.REDUCE_SCATTER, whole[: output.numel()], op)
         with self._passage.collective(signature):
             self._reduce_everywhere(signature, real(whole), reduction)
         target.copy_(whole.view(self._size, output.numel())[self._rank])
@@ -97,12 +91,12 @@ class AcrossNodes:
 
     def _reduction(self, op: int, block: Tensor, reduce_op: Any, root: int = -1) -> tuple[Signature, Reduction]:
         reduce, factor = reduce_of(reduce_op)
-        code, _, count = numbers_of(block, reduce, native.OPS[op])
+        code, _, count = numbers_of(block, reduce, library.OPS[op])
         signature = Signature(op=op, reduce=reduce, factor=factor, dtype=code, root=root, count=count)
-        return signature, arithmetic.plan(reduce, factor, block.dtype, self._size)
+        return signature, reduction_plan.plan(reduce, factor, block.dtype, self._size)
 
     def _reduce_everywhere(self, signature: Signature, block: Tensor, reduction: Reduction) -> None:
-        wide = arithmetic.widened(block, reduction)
+        wide = reduction_plan.widened(block, reduction)
         if wide is not None:
             self._reduce_everywhere(signature, wide, reduction)
             block.copy_(wide)
@@ -115,8 +109,8 @@ class AcrossNodes:
         if self._nodes.is_leader:
             brought = self._passage.agree(signature, memory(block))
             if block.numel():
-                block.copy_(arithmetic.combine([read(data, block.dtype) for data in brought], reduction.between))
-                arithmetic.divide(block, reduction.divisor)
+                block.copy_(reduction_plan.combine([read(data, block.dtype) for data in brought], reduction.between))
+                reduction_plan.divide(block, reduction.divisor)
         self._local.broadcast(block, 0)
 
     # ---- one block
@@ -124,7 +118,7 @@ class AcrossNodes:
     def broadcast(self, tensor: Tensor, root: int) -> None:
         staging = Staging()
         block = flat(staging.read(tensor) if self._rank == root else staging.write(tensor))
-        signature = Signature(op=native.BROADCAST, dtype=code_of(block)[0], root=root, count=block.numel())
+        signature = Signature(op=library.BROADCAST, dtype=code_of(block)[0], root=root, count=block.numel())
         with self._passage.collective(signature):
             self._broadcast(signature, block, self._nodes.node_of(root), self._nodes.place_of(root))
         staging.finish()
@@ -144,7 +138,7 @@ class AcrossNodes:
         self._local.broadcast(block, 0)  # on the root's node, too: it is the word that all agree
 
     def barrier(self) -> None:
-        signature = Signature(op=native.BARRIER, root=-1)
+        signature = Signature(op=library.BARRIER, root=-1)
         with self._passage.collective(signature):
             self._passage.agree_all(signature)
 
@@ -157,7 +151,7 @@ class AcrossNodes:
         targets = [flat(staging.write(each)) for each in ([outputs] if isinstance(outputs, Tensor) else outputs)]
         in_place = len(targets) == 1 and self._nodes.order == tuple(range(self._size))
         whole = as_bytes(targets[0]) if in_place else torch.empty(size_of(block) * self._size, dtype=torch.uint8)
-        signature = Signature(op=native.ALL_GATHER, dtype=code_of(block)[0], root=-1, count=block.numel())
+        signature = Signature(op=library.ALL_GATHER, dtype=code_of(block)[0], root=-1, count=block.numel())
         with self._passage.collective(signature):
             rows = self._collect(signature, as_bytes(block), whole)
         if not in_place:
@@ -192,7 +186,7 @@ class AcrossNodes:
             targets = [[as_bytes(flat(staging.write(output))) for output in outputs]]
         options = c10d.GatherOptions()
         options.rootRank, options.timeout = root, NEVER
-        signature = Signature(op=native.GATHER, dtype=code_of(block)[0], root=root, count=block.numel())
+        signature = Signature(op=library.GATHER, dtype=code_of(block)[0], root=root, count=block.numel())
         with self._passage.collective(signature):
             self._passage.agree_all(signature)
             for part in _parts(size_of(block)):
@@ -208,7 +202,7 @@ class AcrossNodes:
             sources = [[as_bytes(flat(tensor)) for tensor in inputs]]
         options = c10d.ScatterOptions()
         options.rootRank, options.timeout = root, NEVER
-        signature = Signature(op=native.SCATTER, dtype=code_of(block)[0], root=root, count=block.numel())
+        signature = Signature(op=library.SCATTER, dtype=code_of(block)[0], root=root, count=block.numel())
         with self._passage.collective(signature):
             self._passage.agree_all(signature)
             for part in _parts(size_of(block)):
@@ -221,7 +215,7 @@ class AcrossNodes:
         staging = Staging()
         targets = [as_bytes(flat(staging.write(tensor))) for tensor in outputs]
         sources = [as_bytes(flat(tensor)) for tensor in inputs]
-        signature = Signature(op=native.ALL_TO_ALL, dtype=code_of(outputs[0])[0], root=-1)
+        signature = Signature(op=library.ALL_TO_ALL, dtype=code_of(outputs[0])[0], root=-1)
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
         options = c10d.AllToAllOptions()
         options.timeout = NEVER

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import status
-from phalanx.recorder.flight import is_noted_elsewhere
+from phalanx.recorder.flight_reader import is_noted_elsewhere
 from phalanx.status import layout
 
 

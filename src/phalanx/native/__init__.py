@@ -1,0 +1,1 @@
+"""The compiled C library, and how ctypes sees it."""

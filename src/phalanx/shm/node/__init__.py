@@ -1,0 +1,1 @@
+"""The shm backend within one node."""
