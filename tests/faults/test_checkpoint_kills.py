@@ -25,8 +25,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx import world as worlds
-from phalanx.checkpoint.place import open_place
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.storage.base import open_place
 from phalanx.errors import CheckpointError, PeerFailed
 from phalanx.store.join import Claim, Meeting
 from phalanx.world import World
@@ -201,7 +201,7 @@ def test_killed_at_every_write(run_ranks: RunRanks, tmp_path: Path) -> None:
 
         def body(left: int) -> Callable[..., None]:
             def save_one(world: World, path: Path, tell: Callable[[int], None]) -> None:
-                from phalanx.checkpoint.local import _Direct
+                from phalanx.checkpoint.storage.local import _Direct
 
                 fuse = Fuse(path, left)
                 setattr(_Direct, "write", fuse.tear(_Direct.write))  # noqa: B010

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.checkpoint.council import Council
+from phalanx.checkpoint.coordinator import Council
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.world import World
 

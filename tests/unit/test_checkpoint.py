@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.checkpoint import command, layout, local, schedule, shares
-from phalanx.checkpoint.layout import Piece
-from phalanx.checkpoint.manifest import Broken, Chunk, Described, Manifest, decode
-from phalanx.checkpoint.place import Fact, open_place
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint import command, flatten, schedule, sharding
+from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.flatten import Piece
+from phalanx.checkpoint.storage import local
+from phalanx.checkpoint.storage.base import Fact, open_place
+from phalanx.checkpoint.storage.manifest import Broken, Chunk, Described, Manifest, decode
 from phalanx.errors import CheckpointError, UsageError
 
 
@@ -152,10 +153,8 @@ def test_what_an_earlier_run_left_is_removed_and_said(tmp_path: Path, capsys: py
 
 
 def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
-    hold = (
-        "import sys\nfrom phalanx.checkpoint.local import Local\nLocal(sys.argv[1]).lock()\nprint('has it', flush=True)"
-    )
-    hold += "\nsys.stdin.read()"
+    hold = "import sys\nfrom phalanx.checkpoint.storage.local import Local\nLocal(sys.argv[1]).lock()"
+    hold += "\nprint('has it', flush=True)\nsys.stdin.read()"
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], **pipes) as other:
         assert other.stdout is not None
@@ -402,7 +401,7 @@ def test_shares_are_equal_and_cover_everything_once(size: int) -> None:
     pieces += [Piece("model.buffer", torch.zeros(50_000), "buffer"), Piece("extra.a", torch.zeros(7))]
     covered = {piece.name: torch.zeros_like(piece.tensor) for piece in pieces}
     loads = []
-    for rank, parts in enumerate(shares.plan(pieces, size)):
+    for rank, parts in enumerate(sharding.plan(pieces, size)):
         loads.append(0)
         for part in parts:
             whole = covered[part.piece.name]
@@ -423,7 +422,7 @@ def test_parameters_and_their_optimizer_are_shared_and_nothing_else() -> None:
     model(torch.rand(4, 2)).sum().backward()
     optimizer.step()
     state = px.State(model=px.data_parallel(model), optimizer=optimizer, extra={"a": torch.ones(1)})
-    pieces = layout.flatten(state, 0, trust=False).pieces
+    pieces = flatten.flatten(state, 0, trust=False).pieces
     shared = {piece.name for piece in pieces if piece.kind == "shared"}
     assert shared == {piece.name for piece in pieces if piece.is_late}
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -433,7 +432,7 @@ def test_parameters_and_their_optimizer_are_shared_and_nothing_else() -> None:
     assert buffers == {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked"}
     own = {piece.name for piece in pieces if piece.kind == "own"}
     assert own == {"extra.a", "rng.0.numpy.1", "rng.0.torch"}
-    others = {piece.name for piece in layout.flatten(state, 1, trust=False).pieces}
+    others = {piece.name for piece in flatten.flatten(state, 1, trust=False).pieces}
     assert others == shared | buffers | {"rng.1.numpy.1", "rng.1.torch"}
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import phalanx as px
-from phalanx.checkpoint import gate
-from phalanx.checkpoint.saving import Saving
-from phalanx.checkpoint.shares import Copies
+from phalanx.checkpoint import copy_gate
+from phalanx.checkpoint.save import Saving
+from phalanx.checkpoint.sharding import Copies
 from phalanx.errors import CheckpointError
 
 
@@ -222,13 +222,13 @@ def test_a_process_forked_during_a_save_does_not_wait_for_it(tmp_path: Path, hel
     model, optimizer = trained(torch.optim.SGD)
 
     def work() -> None:
-        gate._wait_for_copies()
+        copy_gate._wait_for_copies()
         assert nn.Module.load_state_dict is before
 
     with px.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, model=model, optimizer=optimizer)
         assert held.began.wait(20)
-        with gate._lock:  # as the thread may hold it at that moment
+        with copy_gate._lock:  # as the thread may hold it at that moment
             child = multiprocessing.get_context("fork").Process(target=work)
             child.start()
         child.join(10)

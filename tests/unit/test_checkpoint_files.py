@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.checkpoint import command, manifest
-from phalanx.checkpoint.council import Council
-from phalanx.checkpoint.local import Local
+from phalanx.checkpoint import command
+from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.storage import manifest
+from phalanx.checkpoint.storage.local import Local
 from phalanx.errors import CheckpointError, UsageError
 from tests.unit.test_checkpoint_format import rewrite
 
@@ -137,7 +138,7 @@ def test_two_checkpointers_of_one_process_do_not_write_to_one_place(step: Path, 
     first.save(6)
     with pytest.raises(UsageError, match=r"by another px\.Checkpointer of this process; close\(\) that one first"):
         second.save(6)
-    code = "import sys\nfrom phalanx.checkpoint.local import Local\nLocal(sys.argv[1]).lock()"
+    code = "import sys\nfrom phalanx.checkpoint.storage.local import Local\nLocal(sys.argv[1]).lock()"
     other = subprocess.run([sys.executable, "-c", code, str(alias)], capture_output=True, text=True, check=False)
     assert f"are being written by pid {os.getpid()} on host" in other.stderr
     first.close()

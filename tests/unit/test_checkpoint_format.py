@@ -22,10 +22,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.checkpoint import command, manifest, shard, values
-from phalanx.checkpoint.local import Local
-from phalanx.checkpoint.manifest import Broken
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint import command
+from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.storage import manifest, shard_file, values
+from phalanx.checkpoint.storage.local import Local
+from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError, UsageError
 
 _OLD = Path(__file__).parent / "data" / "checkpoint-of-the-old-form.tar.xz"
@@ -130,7 +131,7 @@ def test_whole_numbers_of_numpy_and_torch_are_steps_and_counts(tmp_path: Path) -
 def test_every_type_is_read_back_by_us_and_by_safetensors(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for dtype in shard._NAMES:
+    for dtype in shard_file._NAMES:
         content = torch.randint(0, 2, (3, 16), generator=generator, dtype=torch.uint8)
         tensors[str(dtype)] = content.view(dtype) if dtype != torch.bool else content.bool()
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}

@@ -24,7 +24,7 @@ from phalanx.bench.report import Report
 from phalanx.bench.rows import rows
 from phalanx.bench.steps import take
 from phalanx.errors import UsageError
-from phalanx.testing.cables import bits_per_second
+from phalanx.testing.virtual_links import bits_per_second
 
 _SINGLE_FROM = 2**18
 _CALLS = 20

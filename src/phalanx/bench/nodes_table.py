@@ -10,7 +10,7 @@ from phalanx.bench.on_nodes import NODES, UNSHAPED
 from phalanx.bench.report import grid
 from phalanx.bench.rows import Row
 from phalanx.bench.summary import Summary
-from phalanx.testing.cables import bits_per_second
+from phalanx.testing.virtual_links import bits_per_second
 
 ALONE = "alone"
 _MILLI = 1e3

@@ -14,16 +14,16 @@ from typing import Any
 from phalanx import attempt, status
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
-from phalanx.checkpoint import layout, schedule, shares
-from phalanx.checkpoint.council import Council
-from phalanx.checkpoint.finder import Finder
-from phalanx.checkpoint.manifest import MOST_STEPS
-from phalanx.checkpoint.place import open_place
-from phalanx.checkpoint.records import Share, share_of
-from phalanx.checkpoint.saving import Background, Saving, Task
-from phalanx.checkpoint.shelf import Shelf
+from phalanx.checkpoint import flatten, schedule, sharding
+from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.checkpoint_text import note, say
+from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.save import Background, Saving, Task
+from phalanx.checkpoint.select import Finder
 from phalanx.checkpoint.state import State, to_load, to_save
-from phalanx.checkpoint.words import note, say
+from phalanx.checkpoint.storage.base import open_place
+from phalanx.checkpoint.storage.manifest import MOST_STEPS
+from phalanx.checkpoint.storage.records import Share, share_of
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.status.layout import CHECKPOINT
 
@@ -119,10 +119,10 @@ class Checkpointer:
         background = self._background = self._background or Background()
         failure: Exception | None = None
         try:
-            flat = layout.flatten(state, council.rank, self._trust)
+            flat = flatten.flatten(state, council.rank, self._trust)
             pieces = flat.pieces
-            parts = shares.plan(pieces, council.size)[council.rank]
-            parts += [shares.whole(piece) for piece in pieces if piece.kind == "own"]
+            parts = sharding.plan(pieces, council.size)[council.rank]
+            parts += [sharding.whole(piece) for piece in pieces if piece.kind == "own"]
             background.copies.take(parts)
             share = share_of(state.step, flat, parts, council.rank)
         except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.argparser import Parser
-from phalanx.checkpoint.place import open_place
-from phalanx.checkpoint.shelf import Entry, Shelf
-from phalanx.checkpoint.words import in_bytes
+from phalanx.checkpoint.catalog import Entry, Shelf
+from phalanx.checkpoint.checkpoint_text import in_bytes
+from phalanx.checkpoint.storage.base import open_place
 from phalanx.errors import CheckpointError
 
 _DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."

@@ -11,10 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.checkpoint.loading import open_content
-from phalanx.checkpoint.manifest import Broken
-from phalanx.checkpoint.place import Place
-from phalanx.checkpoint.shelf import Entry
+from phalanx.checkpoint.catalog import Entry
+from phalanx.checkpoint.load import open_content
+from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError
 
 

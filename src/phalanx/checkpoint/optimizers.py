@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from phalanx.checkpoint.manifest import Broken
+from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError
 
 

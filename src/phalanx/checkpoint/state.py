@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
-from phalanx.checkpoint import dice, optimizers
+from phalanx.checkpoint import optimizers, rng_state
 from phalanx.errors import UsageError
 
 PARTS = ("model", "optimizer", "scheduler", "sampler", "extra")
@@ -72,7 +72,7 @@ class State:
 
         The optimizer's state has the names of parameters where torch's has their numbers.
         """
-        found: dict[str, Any] = {"step": self.step, "rng": dice.take(_device())}
+        found: dict[str, Any] = {"step": self.step, "rng": rng_state.take(_device())}
         if self.model is not None:
             found["model"] = unwrapped(self.model).state_dict()
         if self.optimizer is not None:
@@ -107,7 +107,7 @@ class State:
                 self.extra[key] = value
         self.step = state["step"]
         if "rng" in state:
-            self.set_random(lambda: dice.give_back(state["rng"], _device()))
+            self.set_random(lambda: rng_state.give_back(state["rng"], _device()))
 
     def set_random(self, restore: Callable[[], None]) -> None:
         """Calls ``restore`` now, and again when the loaded sampler begins.

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from phalanx.argparser import shown
-from phalanx.data.place import find_place
+from phalanx.data.position import find_place
 from phalanx.errors import UsageError
 
 T = TypeVar("T")

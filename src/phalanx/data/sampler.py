@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from phalanx.argparser import shown, whole_number
 from phalanx.data.permutation import LONGEST, Permutation
-from phalanx.data.place import find_place
+from phalanx.data.position import find_place
 from phalanx.errors import UsageError
 
 Uneven = Literal["pad", "drop", "exact"]

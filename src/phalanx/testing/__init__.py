@@ -5,7 +5,7 @@ Importing this imports no torch.
 """
 
 from phalanx.testing.equality import assert_parallel_equal
-from phalanx.testing.nodes import Node, VirtualNodes, virtual_nodes
 from phalanx.testing.ranks import close, run_ranks
+from phalanx.testing.virtual_nodes import Node, VirtualNodes, virtual_nodes
 
 __all__ = ["Node", "VirtualNodes", "assert_parallel_equal", "close", "run_ranks", "virtual_nodes"]

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.checkpoint.place import Fact, Place
-from phalanx.checkpoint.words import in_bytes
+from phalanx.checkpoint.checkpoint_text import in_bytes
+from phalanx.checkpoint.storage.base import Fact, Place
 from phalanx.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -81,7 +81,7 @@ class Manifest:
     files: Mapping[str, Fact]
     tensors: Mapping[str, Described] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What is no tensor, as phalanx.checkpoint.values encodes it."""
+    """What is no tensor, as phalanx.checkpoint.storage.values encodes it."""
     rng: Sequence[Any] = ()
     """The random generators of each rank, likewise."""
     version: int = CURRENT

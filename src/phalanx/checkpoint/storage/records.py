@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.checkpoint.layout import Flat, digest
-from phalanx.checkpoint.manifest import Chunk, Described, described
-from phalanx.checkpoint.place import Fact
-from phalanx.checkpoint.shard import dtype_name
-from phalanx.checkpoint.shares import Part
+from phalanx.checkpoint.flatten import Flat, digest
+from phalanx.checkpoint.sharding import Part
+from phalanx.checkpoint.storage.base import Fact
+from phalanx.checkpoint.storage.manifest import Chunk, Described, described
+from phalanx.checkpoint.storage.shard_file import dtype_name
 from phalanx.errors import CheckpointError
 
 _UNWRITTEN = Fact(0, 0)

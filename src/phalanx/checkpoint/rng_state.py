@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from phalanx import seeds
-from phalanx.checkpoint.manifest import Broken
+from phalanx.checkpoint.storage.manifest import Broken
 
 
 def take(device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.manifest import Broken
+from phalanx.checkpoint.storage.manifest import Broken
 
 Path = tuple[Any, ...]
 Keep = Callable[[Path, Any], tuple[Literal["tensor", "array", "pickle"], str] | None]

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from phalanx import attempt
-from phalanx.checkpoint.council import Council
-from phalanx.checkpoint.loading import Loaded
-from phalanx.checkpoint.manifest import Broken
-from phalanx.checkpoint.shelf import Shelf, check_name
+from phalanx.checkpoint.catalog import Shelf, check_name
+from phalanx.checkpoint.checkpoint_text import say
+from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.load import Loaded
 from phalanx.checkpoint.state import State
-from phalanx.checkpoint.words import say
+from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError, UsageError
 
 

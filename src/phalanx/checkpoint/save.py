@@ -18,13 +18,13 @@ from importlib.metadata import version
 
 import torch
 
-from phalanx.checkpoint.council import Council
-from phalanx.checkpoint.gate import Gate
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, file_of
-from phalanx.checkpoint.records import Share, disagreement, merged
-from phalanx.checkpoint.shares import Copies
-from phalanx.checkpoint.shelf import Shelf
-from phalanx.checkpoint.words import in_bytes, say
+from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.checkpoint_text import in_bytes, say
+from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.copy_gate import Gate
+from phalanx.checkpoint.sharding import Copies
+from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, file_of
+from phalanx.checkpoint.storage.records import Share, disagreement, merged
 from phalanx.errors import CheckpointError
 
 _FULL = "the disk is full."

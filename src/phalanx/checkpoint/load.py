@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from phalanx.checkpoint import dice, layout, optimizers
-from phalanx.checkpoint.manifest import LEGACY, Broken, Manifest
-from phalanx.checkpoint.place import Place
-from phalanx.checkpoint.shard import Shards
-from phalanx.checkpoint.shelf import Entry
+from phalanx.checkpoint import flatten, optimizers, rng_state
+from phalanx.checkpoint.catalog import Entry
 from phalanx.checkpoint.state import State, unwrapped
-from phalanx.checkpoint.values import Decoder
+from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.manifest import LEGACY, Broken, Manifest
+from phalanx.checkpoint.storage.shard_file import Shards
+from phalanx.checkpoint.storage.values import Decoder
 from phalanx.errors import CheckpointError
 from phalanx.world import World
 
@@ -47,7 +47,7 @@ def open_content(place: Place, entry: Entry, trust: bool) -> Content:
             f"{entry.directory} in {place} was written by phalanx {entry.manifest.phalanx} as pickles, and loading it "
             f"runs code from it. {_TRUST}"
         )
-    from phalanx.checkpoint.legacy import Legacy
+    from phalanx.checkpoint.storage.legacy import Legacy
 
     return Legacy(place, entry.directory)
 
@@ -64,7 +64,7 @@ class _Sharded:
     def model(self) -> dict[str, tuple[int, ...] | None]:
         shapes = {name: each.shape for name, each in self._manifest.tensors.items()}
         try:
-            return layout.model_shapes(self._manifest.values, shapes)
+            return flatten.model_shapes(self._manifest.values, shapes)
         except (TypeError, ValueError, LookupError, AttributeError):
             raise Broken("its values are damaged") from None
 
@@ -84,7 +84,7 @@ class _Sharded:
                 f"{self._directory} in {self._place} has objects that were pickled, and loading them runs code from "
                 f"it. {_TRUST}"
             )
-        return layout.unpickled(content)
+        return flatten.unpickled(content)
 
 
 class Loaded:
@@ -97,7 +97,7 @@ class Loaded:
         content = open_content(place, entry, trust)
         _check_fit(f"step {entry.step} in {place}", entry.manifest, content, state)
         self._nested, self._rng = content.read({*state.parts}, world.rank if self._is_same_size else 0)
-        dice.check(self._rng)
+        rng_state.check(self._rng)
         if not isinstance(self._nested.get("extra", {}), dict):
             raise Broken("its values are damaged")
         if state.optimizer is not None:
@@ -108,9 +108,9 @@ class Loaded:
         state.load_state_dict(self._nested)
         rank, size, device, rng = self._world.rank, self._world.size, self._world.device, self._rng
         if self._is_same_size:
-            state.set_random(lambda: dice.give_back(rng, device))
+            state.set_random(lambda: rng_state.give_back(rng, device))
         else:
-            state.set_random(lambda: dice.draw_anew(rng, rank, size))
+            state.set_random(lambda: rng_state.draw_anew(rng, rank, size))
 
 
 def _check_fit(where: str, manifest: Manifest, content: Content, state: State) -> None:

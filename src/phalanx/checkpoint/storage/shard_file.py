@@ -18,8 +18,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.manifest import WIDTHS, Broken, Manifest, file_of
-from phalanx.checkpoint.place import Place
+from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.manifest import WIDTHS, Broken, Manifest, file_of
 
 _MOST_HEADER = 100_000_000
 """Bytes; safetensors itself reads no larger ones."""

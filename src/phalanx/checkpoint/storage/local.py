@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from phalanx import run_files
-from phalanx.checkpoint.place import ALIGNED, Place
+from phalanx.checkpoint.storage.base import ALIGNED, Place
 from phalanx.errors import UsageError
 
 _LOCK = ".writer"

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.layout import Piece
-from phalanx.checkpoint.place import ALIGNED
-from phalanx.checkpoint.shard import Slot, lay_out
+from phalanx.checkpoint.flatten import Piece
+from phalanx.checkpoint.storage.base import ALIGNED
+from phalanx.checkpoint.storage.shard_file import Slot, lay_out
 from phalanx.errors import CheckpointError
 
 _LEAST_TO_CUT = 1 << 20

@@ -34,7 +34,7 @@ from typing import Any, Literal, overload
 
 from phalanx.errors import UsageError
 from phalanx.testing import namespaces
-from phalanx.testing.cables import Cables
+from phalanx.testing.virtual_links import Cables
 from phalanx.testing.warden import SECONDS_TO_END, Warden, script
 
 _MOST = 100  # more would not fit into one message to the warden; nobody has asked

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
-from phalanx.checkpoint.manifest import MANIFEST
-from phalanx.checkpoint.place import Place
+from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.manifest import MANIFEST
 from phalanx.errors import UsageError
 
 

@@ -16,10 +16,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint import values
-from phalanx.checkpoint.shard import dtype_name
 from phalanx.checkpoint.state import State, on_cpu
-from phalanx.checkpoint.values import Path
+from phalanx.checkpoint.storage import values
+from phalanx.checkpoint.storage.shard_file import dtype_name
+from phalanx.checkpoint.storage.values import Path
 from phalanx.errors import UsageError
 
 _ALIKE = ("model", "optimizer")

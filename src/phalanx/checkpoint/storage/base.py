@@ -132,9 +132,9 @@ def open_place(path: str | os.PathLike[str], mode: int | None = None) -> Place:
     if not text:
         raise UsageError("the path of the checkpoints is empty; give a directory.")
     if "://" in text and not text.startswith("file://"):
-        from phalanx.checkpoint.remote import Remote
+        from phalanx.checkpoint.storage.fsspec import Remote
 
         return Remote(text)
-    from phalanx.checkpoint.local import Local
+    from phalanx.checkpoint.storage.local import Local
 
     return Local(text.removeprefix("file://"), mode)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checkpoint.manifest import MANIFEST, Broken, Manifest, check_file, read_manifest
-from phalanx.checkpoint.place import Place
+from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.manifest import MANIFEST, Broken, Manifest, check_file, read_manifest
 from phalanx.errors import CheckpointError
 
 _CHECKPOINT = re.compile(r"step-(\d+)(?:\.[0-9a-f]+)?")

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from phalanx.checkpoint.place import Place
+from phalanx.checkpoint.storage.base import Place
 
 
 class Legacy:

@@ -1,0 +1,1 @@
+"""Where checkpoints are kept, and the form of their files."""
