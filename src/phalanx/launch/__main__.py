@@ -1,6 +1,16 @@
 """``python -m phalanx.launch``: the flags of ``python -m torch.distributed.launch``."""
 
-from phalanx.cli import launch_main
+import sys
+
+from phalanx import entry_point, systems
+
+
+def _launch() -> int:
+    systems.require_linux("phalanx.launch")
+    from phalanx.launch import command
+
+    return command.launch(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    launch_main()
+    entry_point.run(_launch)

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from phalanx import ports, systems
+from phalanx import entry_point, ports, systems
 from phalanx.argparser import shown, whole_number
 from phalanx.errors import UsageError
 from phalanx.events import Ending
 from phalanx.failure.root_cause import find_cause
 from phalanx.fd_channel import anonymous_file
-from phalanx.launch.process import python_command
 from phalanx.launch.spec.launch_spec import (
     LaunchSpec,
     Placement,
@@ -100,7 +99,7 @@ class SpawnContext:
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
         spec = LaunchSpec(program, nproc_per_node=nprocs)
         parcel, fds = functions.pack(fn, args, daemon)
-        self._filled = python_command.open_closed_streams()
+        self._filled = entry_point.open_closed_streams()
         self._own_nursery = nursery is None
         self._nursery = nursery or _new_nursery()
         self._selector = selectors.DefaultSelector()

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-
-
-def open_closed_streams() -> list[int]:
-    """Opens what is closed of 0, 1 and 2 to nothing: the next file would get the number, and be printed to."""
-    opened = []
-    for fd in (0, 1, 2):
-        try:
-            os.fstat(fd)
-        except OSError:
-            opened.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
-            os.set_inheritable(opened[-1], True)
-    return opened
 
 
 def command(call: str, *, ahead: bool = False) -> list[str]:
