@@ -20,10 +20,11 @@ from phalanx.checkpoint.checkpoint_text import note, say
 from phalanx.checkpoint.coordinator import Council
 from phalanx.checkpoint.save import Background, Saving, Task
 from phalanx.checkpoint.select import Finder
+from phalanx.checkpoint.sharding import share_of
 from phalanx.checkpoint.state import State, to_load, to_save
 from phalanx.checkpoint.storage.base import open_place
 from phalanx.checkpoint.storage.manifest import MOST_STEPS
-from phalanx.checkpoint.storage.records import Share, share_of
+from phalanx.checkpoint.storage.records import Share
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.status.layout import CHECKPOINT
 

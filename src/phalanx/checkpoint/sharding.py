@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.flatten import Piece
+from phalanx.checkpoint.flatten import Flat, Piece, digest
 from phalanx.checkpoint.storage.base import ALIGNED
-from phalanx.checkpoint.storage.shard_file import Slot, lay_out
+from phalanx.checkpoint.storage.records import Share
+from phalanx.checkpoint.storage.shard_file import Slot, dtype_name, lay_out
 from phalanx.errors import CheckpointError
 
 _LEAST_TO_CUT = 1 << 20
@@ -172,3 +173,12 @@ class Copies:
     def content(self) -> memoryview:
         """The file."""
         return memoryview(self._memory[: self._length].numpy())  # type: ignore[arg-type]
+
+
+def share_of(step: int, flat: Flat, parts: Sequence[Part], rank: int) -> Share:
+    """This rank's, before it is written."""
+    rows = []
+    for part in parts:
+        whole = part.piece.tensor
+        rows.append((part.piece.name, dtype_name(whole.dtype) or "", tuple(whole.shape), part.first, part.rows))
+    return Share(step, digest(flat.pieces), rows, flat.values if rank == 0 else {}, flat.rng)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from phalanx import events
 from phalanx.failure import oom
 from phalanx.failure.signal_meaning import memory_ran_out
-from phalanx.launch.agent.rank_process import Member
+from phalanx.status.watched_rank import WatchedRank
 
 _EVERY = 1.0
 _REMEMBERED = 10
@@ -49,7 +49,7 @@ class MemoryWatch:
         self._ended: set[int] = set()
         self._next_look = 0.0
 
-    def turn(self, members: Collection[Member], now: float) -> None:
+    def turn(self, members: Collection[WatchedRank], now: float) -> None:
         """To be called in every turn of the loop."""
         for member in members:
             if member.rank not in self._ended:
@@ -92,7 +92,7 @@ class MemoryWatch:
 
     # ---- while they live
 
-    def _look(self, members: Collection[Member]) -> None:
+    def _look(self, members: Collection[WatchedRank]) -> None:
         self._looks.append(self._counters.look())
         shared = _shared_memory()
         if shared is not None:
@@ -108,7 +108,7 @@ class MemoryWatch:
 
     # ---- when one has failed
 
-    def _notice(self, member: Member) -> None:
+    def _notice(self, member: WatchedRank) -> None:
         if member.error is not None and member.rank not in self._scenes:
             self._hear(member.rank, member.error.message)
         if member.exited is None:

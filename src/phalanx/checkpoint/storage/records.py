@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.checkpoint.flatten import Flat, digest
-from phalanx.checkpoint.sharding import Part
 from phalanx.checkpoint.storage.base import Fact
 from phalanx.checkpoint.storage.manifest import Chunk, Described, described
-from phalanx.checkpoint.storage.shard_file import dtype_name
 from phalanx.errors import CheckpointError
 
 _UNWRITTEN = Fact(0, 0)
@@ -58,15 +55,6 @@ def _rows(name: Any, dtype: Any, shape: Any, first: Any, rows: Any) -> Rows:
     if type(name) is not str or type(first) is not int or type(rows) is not int:
         raise TypeError
     return name, dtype, tuple(shape), first, rows
-
-
-def share_of(step: int, flat: Flat, parts: Sequence[Part], rank: int) -> Share:
-    """This rank's, before it is written."""
-    rows = []
-    for part in parts:
-        whole = part.piece.tensor
-        rows.append((part.piece.name, dtype_name(whole.dtype) or "", tuple(whole.shape), part.first, part.rows))
-    return Share(step, digest(flat.pieces), rows, flat.values if rank == 0 else {}, flat.rng)
 
 
 def disagreement(shares: Sequence[Share]) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from phalanx import status
-from phalanx.launch.agent.rank_process import Member
 from phalanx.status.rank_record import Child, RankRecord
+from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.stall.proc_sampler import Chart, command_of
 from phalanx.watchdog.stall.snapshot import Subject
 
@@ -37,7 +37,7 @@ class Vigil:
     def is_due(self, now: float) -> bool:
         return now >= self._looked_at + self._every
 
-    def look(self, members: Mapping[int, Member], now: float) -> bool:
+    def look(self, members: Mapping[int, WatchedRank], now: float) -> bool:
         """Whether any rank has got on since the last look."""
         started = time.monotonic()
         if self._looked_at and now - self._looked_at > _SLEPT:
@@ -46,7 +46,7 @@ class Vigil:
         self._looked_at = now + time.monotonic() - started  # a look at thousands of processes takes its time
         return has_moved
 
-    def _look(self, members: Mapping[int, Member], now: float) -> bool:
+    def _look(self, members: Mapping[int, WatchedRank], now: float) -> bool:
         moved = [rank for rank, member in members.items() if self._has_moved(rank, member)]
         for rank in self._just_moved.difference(moved):
             self._moved_at[rank] = self._when_moved(rank, now)
@@ -59,7 +59,7 @@ class Vigil:
             self._chart.look([pid for member in members.values() if (pid := _living(member)) is not None], now)
         return bool(moved)
 
-    def _has_moved(self, rank: int, member: Member) -> bool:
+    def _has_moved(self, rank: int, member: WatchedRank) -> bool:
         pulse = status.pulse(status.status_path(self._directory, rank)) or ()
         pulse = (*pulse, member.pid or 0, member.exited is not None)
         before = self._pulses.get(rank)
@@ -85,11 +85,11 @@ class Vigil:
         """Whether it has watched them for long enough to say who works."""
         return self._chart.span >= self._stall_after / 4
 
-    def subjects(self, members: Mapping[int, Member], now: float) -> list[Subject]:
+    def subjects(self, members: Mapping[int, WatchedRank], now: float) -> list[Subject]:
         """What is known of each rank without asking it."""
         return [self._subject(rank, member, now) for rank, member in sorted(members.items())]
 
-    def _subject(self, rank: int, member: Member, now: float) -> Subject:
+    def _subject(self, rank: int, member: WatchedRank, now: float) -> Subject:
         pid = _living(member)
         vitals = None if pid is None else self._chart.vitals(pid)
         below = [self._chart.vitals(child) for child in self._chart.families.get(pid or 0, ())]
@@ -107,5 +107,5 @@ class Vigil:
         return Subject(record, pid)
 
 
-def _living(member: Member) -> int | None:
+def _living(member: WatchedRank) -> int | None:
     return member.pid if member.exited is None else None

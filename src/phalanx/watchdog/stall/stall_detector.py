@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import run_files
-from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.hearing import Announcement, Hearing, Report
 from phalanx.status.rank_record import RankRecord
+from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.stall.classify import Hang, find_hang
 from phalanx.watchdog.stall.dump_file import dossier
 from phalanx.watchdog.stall.progress import Vigil
@@ -79,7 +79,7 @@ class StallWatch:
         self._quiet = 0.0
         """The longest that has been seen, of all nodes."""
 
-    def look(self, members: Mapping[int, Member]) -> None:
+    def look(self, members: Mapping[int, WatchedRank]) -> None:
         """Cheap, and most of the time nothing at all."""
         now = time.monotonic()
         if self._terms.stall_after and self._vigil.is_due(now):
@@ -94,7 +94,7 @@ class StallWatch:
         if self._inquiry is not None:
             self._inquiry.join()
 
-    def _look(self, members: Mapping[int, Member], now: float) -> None:
+    def _look(self, members: Mapping[int, WatchedRank], now: float) -> None:
         if self._vigil.look(members, now):
             self._case = None  # what it finds is of no interest any more
         quiet = self._vigil.quiet(now)

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx import status
-from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.hearing import Announcement, Hearing
 from phalanx.launch.tidings import Tidings
 from phalanx.status import Window
+from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.straggler import conditions, straggler_text
 from phalanx.watchdog.straggler.conditions import Conditions, Look
 from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler
@@ -49,7 +49,7 @@ class Pace:
         self._unsent: dict[int, dict[int, Window]] = {}
         """By rank and step."""
 
-    def look(self, members: Mapping[int, Member]) -> None:
+    def look(self, members: Mapping[int, WatchedRank]) -> None:
         """To be called all the time."""
         now = time.monotonic()
         if now < self._due:
