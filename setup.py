@@ -14,8 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = [f"csrc/{name}.c" for name in ("wait", "barrier", "group", "collectives", "reduce", "record")]
-HEADERS = [f"csrc/{name}.h" for name in ("phalanx_shm", "internal", "kernels")]
+SOURCES, HEADERS = (sorted(map(str, Path("csrc").glob(kind))) for kind in ("*.c", "*.h"))
 # No contraction: a*b+c rounded once here and twice there would not be the same bits everywhere.
 FLAGS = ["-std=c11", "-O2", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
 # GCC below -O3 needs to be told that a loop of unknown length is worth vectorising; -O3 takes half as long again and is

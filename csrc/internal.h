@@ -10,6 +10,20 @@
 
 enum { SLOTS = 2 };
 
+/* What a rank does in round `k` of a collective, counted from its start. */
+typedef void stage(phx_group *g, uint64_t k);
+
+struct shape {
+    stage *put;
+    stage *combine;
+    stage *take;
+    bool reduces;
+    bool in_each;   /* `in` has a block for each rank, and a slot a piece for each */
+    bool out_each;  /* `out` has a block for each rank */
+    bool from_root; /* only the root puts */
+    bool to_root;   /* only the root takes */
+};
+
 /* A collective under way. `step` is where a wait that was interrupted is taken up again. */
 typedef struct {
     phx_call call;
@@ -42,6 +56,20 @@ struct phx_group {
 
 static inline uint64_t smaller(uint64_t a, uint64_t b) { return a < b ? a : b; }
 static inline uint64_t round_up(uint64_t bytes) { return (bytes + PHX_LINE - 1) / PHX_LINE * PHX_LINE; }
+
+static inline uint64_t block_bytes(const phx_call *call) { return call->count * call->width; }
+
+static inline uint64_t sent_bytes(const phx_call *call, int p)
+{
+    return (call->sends ? call->sends[p] : call->count) * call->width;
+}
+
+static inline uint64_t received_bytes(const phx_call *call, int p)
+{
+    return (call->receives ? call->receives[p] : call->count) * call->width;
+}
+
+static inline bool is_root(const phx_group *g) { return g->rank == g->now.call.root; }
 
 /* The slot of `rank` for `round`, counted through the life of the group. */
 static inline char *slot_of(const phx_group *g, int rank, uint64_t round)
@@ -104,10 +132,19 @@ void note_start(phx_group *g);
 /* Takes a collective's result, and returns it. */
 int note_end(phx_group *g, int result);
 
-/* ---- collectives.c */
+/* ---- check.c */
 
 /* Whether every pointer is there that this rank's part of a collective goes by. */
 bool has_memory(const phx_group *g, const phx_call *call);
+
+/* ---- collectives.c */
+
+extern const struct shape SHAPES[PHX_OPS];
+
+/* The one of SHAPES, or one that is quicker for what is small. */
+const struct shape *shape_of(const phx_group *g, const phx_call *call);
+
+/* ---- rounds.c */
 
 void begin(phx_group *g, const phx_call *call);
 int go_on(phx_group *g);
