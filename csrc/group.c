@@ -6,8 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const uint64_t MAGIC = UINT64_C(0x6d68732d78686c70);
-
 static uint64_t seats_at(void) { return round_up(sizeof(phx_header)); }
 static uint64_t counts_at(int ranks) { return seats_at() + (uint64_t)ranks * sizeof(phx_seat); }
 
@@ -24,10 +22,20 @@ static int usable_cores(void)
     return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
 }
 
+/* A wait would take one that is not for a process that has ended. */
+static bool are_open(struct pollfd *fds, int count)
+{
+    bool open = poll(fds, (nfds_t)count, 0) >= 0;
+    for (int i = 0; open && i < count; i++)
+        open = !(fds[i].revents & POLLNVAL);
+    return open;
+}
+
 uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes)
 {
-    /* A slot is shared out among the ranks in whole lines. */
-    if (ranks < 1 || ranks > PHX_MAX_RANKS || slot_bytes % PHX_LINE || slot_bytes / PHX_LINE < (uint64_t)ranks)
+    /* A slot is shared out among the ranks in whole lines. Below 2^40 the sum cannot overflow. */
+    bool fits = slot_bytes % PHX_LINE == 0 && slot_bytes / PHX_LINE >= (uint64_t)ranks && slot_bytes < UINT64_C(1) << 40;
+    if (ranks < 1 || ranks > PHX_MAX_RANKS || !fits)
         return 0;
     return slots_at(ranks) + (uint64_t)ranks * SLOTS * slot_bytes;
 }
@@ -42,14 +50,18 @@ void phx_format(void *segment, int ranks, uint64_t slot_bytes)
     header->bytes = phx_segment_bytes(ranks, slot_bytes);
 }
 
-phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfds)
+int phx_open(void *segment, uint64_t bytes, int rank, int ranks, const int *pidfds, phx_group **group)
 {
+    if (!segment || !pidfds || !group)
+        return PHX_NO_ARGUMENT;
+    *group = NULL;
     phx_header *header = segment;
-    if (header->magic != MAGIC || header->version != PHX_VERSION || header->ranks != (uint32_t)ranks)
-        return NULL;
+    int refused = check_segment(header, bytes, rank, ranks);
+    if (refused)
+        return refused;
     phx_group *g = calloc(1, sizeof *g);
     if (!g)
-        return NULL;
+        return PHX_OUT_OF_MEMORY;
     g->rank = rank;
     g->ranks = ranks;
     g->crowded = ranks > usable_cores();
@@ -60,7 +72,12 @@ phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfds)
     g->slot_bytes = header->slot_bytes;
     for (int p = 0; p < ranks; p++)
         g->watched[p] = (struct pollfd){.fd = pidfds[p], .events = POLLIN};
-    return g;
+    if (!are_open(g->watched, ranks)) {
+        free(g);
+        return PHX_BAD_PIDFD;
+    }
+    *group = g;
+    return PHX_OK;
 }
 
 void phx_close(phx_group *g)
@@ -72,8 +89,11 @@ void phx_close(phx_group *g)
 
 int phx_run(phx_group *g, const phx_call *call)
 {
-    if (!has_memory(g, call))
-        return PHX_REFUSED;
+    if (!g || !call)
+        return PHX_NO_ARGUMENT;
+    int refused = has_ended(&g->now) || group_has_failed(g) ? check_call(g, call) : PHX_BAD_ORDER;
+    if (refused)
+        return refused;
     note_start(g);
     if (group_has_failed(g))
         return PHX_FAILED;
@@ -81,7 +101,12 @@ int phx_run(phx_group *g, const phx_call *call)
     return note_end(g, go_on(g));
 }
 
-int phx_resume(phx_group *g) { return note_end(g, go_on(g)); }
+int phx_resume(phx_group *g)
+{
+    if (!g)
+        return PHX_NO_ARGUMENT;
+    return has_ended(&g->now) ? PHX_BAD_ORDER : note_end(g, go_on(g));
+}
 
 int phx_is_interrupted(const phx_group *g) { return !has_ended(&g->now); }
 

@@ -9,6 +9,7 @@
 #include <stddef.h>
 
 enum { SLOTS = 2 };
+static const uint64_t MAGIC = UINT64_C(0x6d68732d78686c70);
 
 /* What a rank does in round `k` of a collective, counted from its start. */
 typedef void stage(phx_group *g, uint64_t k);
@@ -132,10 +133,10 @@ void note_start(phx_group *g);
 /* Takes a collective's result, and returns it. */
 int note_end(phx_group *g, int result);
 
-/* ---- check.c */
+/* ---- check.c: PHX_OK, or why it is refused */
 
-/* Whether every pointer is there that this rank's part of a collective goes by. */
-bool has_memory(const phx_group *g, const phx_call *call);
+int check_segment(const phx_header *header, uint64_t bytes, int rank, int ranks);
+int check_call(const phx_group *g, const phx_call *call);
 
 /* ---- collectives.c */
 

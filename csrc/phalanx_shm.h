@@ -44,7 +44,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PHX_VERSION 3
+#define PHX_VERSION 4
 #define PHX_MAX_RANKS 256
 #define PHX_LINE 64
 
@@ -134,7 +134,23 @@ enum phx_result {
     PHX_OK,
     PHX_INTERRUPTED, /* a signal came; deal with it, then call phx_resume, or phx_abort */
     PHX_FAILED,      /* phx_get_failure says why */
-    PHX_REFUSED      /* a pointer of the call is NULL where there are elements; the collective was not entered */
+    /* All others: refused. Nothing was entered or written. */
+    PHX_NO_DATA,       /* a pointer of the call is NULL where there are elements */
+    PHX_NO_ARGUMENT,   /* an argument is NULL */
+    PHX_UNALIGNED,     /* the segment does not begin at a multiple of PHX_LINE */
+    PHX_BAD_RANK,      /* not 0 <= rank < ranks <= PHX_MAX_RANKS */
+    PHX_NOT_FORMATTED, /* the memory is no segment */
+    PHX_OTHER_VERSION, /* it was formatted by another version of the library */
+    PHX_BAD_SIZE,      /* it was formatted for other numbers, or is larger than what is mapped */
+    PHX_BAD_PIDFD,     /* one that is not -1 and not open */
+    PHX_OUT_OF_MEMORY,
+    PHX_BAD_ORDER,     /* phx_run while one is interrupted, or phx_resume while none is */
+    PHX_BAD_OP,        /* not one of enum phx_op */
+    PHX_BAD_ROOT,      /* not a rank, or not -1 where there is no root */
+    PHX_BAD_WIDTH,     /* zero, or not that of the type */
+    PHX_BAD_REDUCTION, /* phx_can_reduce denies it */
+    PHX_BAD_COUNT,     /* more bytes than can be addressed, or splits where there are none */
+    PHX_RESULTS
 };
 
 enum phx_failure_kind {
@@ -250,9 +266,9 @@ PHX_API uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes);
 /* Writes the header of a segment that is all zeros. */
 PHX_API void phx_format(void *segment, int ranks, uint64_t slot_bytes);
 
-/* This rank's handle on a formatted segment; NULL when it is none, or of another version, or memory is short.
+/* This rank's handle on a formatted segment of which `bytes` are mapped; PHX_OK, or why there is none.
  * `pidfds[p]` is a pidfd of rank p, or -1 for a rank that is not watched, such as this one. They stay the caller's. */
-PHX_API phx_group *phx_open(void *segment, int rank, int ranks, const int *pidfds);
+PHX_API int phx_open(void *segment, uint64_t bytes, int rank, int ranks, const int *pidfds, phx_group **group);
 
 /* Says that this rank has left. Nothing may run in the group; the segment stays mapped, and is the caller's. */
 PHX_API void phx_close(phx_group *group);

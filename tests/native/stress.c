@@ -268,8 +268,8 @@ typedef struct {
 
 static int live(rank_job *job)
 {
-    phx_group *group = phx_open(job->segment, job->rank, ranks, job->pidfds);
-    if (!group)
+    phx_group *group;
+    if (phx_open(job->segment, phx_segment_bytes(ranks, job->slot_bytes), job->rank, ranks, job->pidfds, &group))
         die("phx_open failed", job->rank, 0);
     uint64_t state = job->program, own = job->program ^ ((uint64_t)job->rank + 1) * 7919;
     int result = PHX_OK;

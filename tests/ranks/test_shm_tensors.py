@@ -144,7 +144,7 @@ def test_a_tensor_without_memory_of_its_own(run_ranks: RunRanks) -> None:
         assert "sparse_coo" in told["sparse"]
         assert "fully_shard" in told["sharded model"]
         assert " a DTensor " in told["sharded model in DDP"]
-        assert "all_reduce was given no memory" in told["no address"]
+        assert "all_reduce was refused: it was given no memory" in told["no address"]
 
 
 def test_expanded_tensors_are_refused_before_anything_moves(run_ranks: RunRanks) -> None:

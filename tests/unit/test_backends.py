@@ -225,4 +225,4 @@ def test_all_notices_of_one_read_are_passed_on() -> None:
 
 
 def test_what_doctor_will_ask() -> None:
-    assert shm.describe()["shm"].startswith("version 3, ")
+    assert shm.describe()["shm"].startswith("version 4, ")

@@ -51,7 +51,7 @@ HEALTHY = Facts(
         seconds=1.4,
         numpy="2.1.0",
         backends=("gloo",),
-        library="version 3, avx2",
+        library="version 4, avx2",
     ),
     cards=Cards(None, 0, None),
     cores=Cores(4, 4, None, None),
@@ -424,7 +424,7 @@ def test_this_machine(phalanx: Runner) -> None:
     assert re.fullmatch(rf"{re.escape(torch)}(\+\w+)?, imported in \d+\.\d s", told["torch"]["value"])
     assert told["numpy"]["value"] == numpy
     assert told["C library"] == {**told["C library"], "verdict": "ok", "advice": ""}
-    assert told["C library"]["value"].startswith("version 3, ")
+    assert told["C library"]["value"].startswith("version 4, ")
     assert told["backends"]["value"].startswith("shm, gloo")
     assert told["python"]["value"].endswith(sys.executable)
     assert told["threads"]["value"].startswith("2 ranks × ")

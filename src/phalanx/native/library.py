@@ -13,10 +13,28 @@ LIBRARY = Path(__file__).with_name("libphalanx_shm.so")
 WHY_NOT = Path(__file__).with_name("not_built.txt")
 """Written by setup.py when there was no compiler, or it failed: a line with the reason, then the compiler's output."""
 
-VERSION = 3
+VERSION = 4
 MAX_RANKS = 256
 
-OK, INTERRUPTED, FAILED, REFUSED = range(4)
+OK, INTERRUPTED, FAILED = range(3)
+REFUSALS = {
+    "NO_DATA": "it was given no memory for its elements",
+    "NO_ARGUMENT": "an argument is missing",
+    "UNALIGNED": "its memory begins in the middle of a cache line",
+    "BAD_RANK": f"a rank is out of range, or there are more than {MAX_RANKS}",
+    "NOT_FORMATTED": "its memory has not been prepared by phalanx",
+    "OTHER_VERSION": "its memory has been prepared by another version of phalanx; install the same one for all ranks",
+    "BAD_SIZE": "its memory has another size, or is for another number of ranks",
+    "BAD_PIDFD": "the descriptor of a process is not open",
+    "OUT_OF_MEMORY": "there is no memory left",
+    "BAD_ORDER": "the collective before it has not ended",
+    "BAD_OP": "there is no such operation",
+    "BAD_ROOT": "the root is not a rank of the group",
+    "BAD_WIDTH": "the size of an element is not that of its type",
+    "BAD_REDUCTION": "this type cannot be reduced so",
+    "BAD_COUNT": "its elements are more than a process can address",
+}
+"""Results from FAILED + 1 on, in the order of enum phx_result: refused, and nothing has been done."""
 
 (BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL) = range(9)
 OPS = (
@@ -25,6 +43,16 @@ OPS = (
 )
 
 NO_FAILURE, BEING_WRITTEN, MISMATCH, SPLITS, LOST, LEFT, TIMEOUT, ABORTED = range(8)
+
+
+def refusal(result: int) -> str | None:
+    """Why a call was refused; None for a result that says otherwise."""
+    return list(REFUSALS.values())[result - FAILED - 1] if result > FAILED else None
+
+
+def nanoseconds(seconds: float) -> int:
+    """For `timeout_ns`; more than three hundred years are three hundred years."""
+    return int(min(seconds, 1e10) * 1e9)
 
 
 class NotBuilt(PhalanxError):
@@ -110,7 +138,7 @@ class Log(Structure):
 _PROTOTYPES = {
     "phx_segment_bytes": (c_uint64, [c_int, c_uint64]),
     "phx_format": (None, [c_void_p, c_int, c_uint64]),
-    "phx_open": (c_void_p, [c_void_p, c_int, c_int, POINTER(c_int)]),
+    "phx_open": (c_int, [c_void_p, c_uint64, c_int, c_int, POINTER(c_int), POINTER(c_void_p)]),
     "phx_close": (None, [c_void_p]),
     "phx_keep_log": (None, [c_void_p, POINTER(Log)]),
     "phx_run": (c_int, [c_void_p, c_void_p]),

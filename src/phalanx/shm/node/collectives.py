@@ -183,7 +183,7 @@ class Collectives:
         self._run(library.Call(op=op, dtype=code, width=width, count=block.numel(), root=root, **where))
 
     def _run(self, call: library.Call) -> None:
-        call.timeout_ns = int(self._timeout * 1e9)
+        call.timeout_ns = library.nanoseconds(self._timeout)
         call.patience = PATIENCE
         self._segment.run(call)
 

@@ -72,16 +72,25 @@ class Segment:
                 stack.callback(os.close, fd)
                 self._map(fd)
             self.pidfds = pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
-            self.handle = self._lib.phx_open(self._base, rank, size, (ctypes.c_int * size)(*pidfds))
-            assert self.handle, "a segment that was just formatted can be opened"
+            self.handle = self._open_handle(rank, pidfds)
             self._leave = weakref.finalize(self, _leave, self._lib, self.handle, pidfds, os.getpid())
             self._leave.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
             # Until all have mapped the file, the first rank must keep it open.
-            self.run(library.Call(op=library.BARRIER, root=-1, timeout_ns=int(timeout * 1e9), patience=PATIENCE))
+            self.run(
+                library.Call(op=library.BARRIER, root=-1, timeout_ns=library.nanoseconds(timeout), patience=PATIENCE)
+            )
 
     def _map(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, self._bytes)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def _open_handle(self, rank: int, pidfds: list[int]) -> int:
+        handle, size = ctypes.c_void_p(), len(pidfds)
+        descriptors = (ctypes.c_int * size)(*pidfds)
+        result = self._lib.phx_open(self._base, self._bytes, rank, size, descriptors, ctypes.byref(handle))
+        if handle.value is None:
+            raise JoinError(f"rank {rank} cannot use the memory of the group: {library.refusal(result)}.")
+        return handle.value
 
     def keep(self, log: library.Log | None) -> None:
         """From now on what runs here is noted in the page that this log tells of, if there is one."""
@@ -100,10 +109,10 @@ class Segment:
             raise
         if result == library.FAILED:
             raise self.failure()
-        if result == library.REFUSED:
-            raise UsageError(
-                f"{library.OPS[call.op]} was given no memory for its elements; nothing has been exchanged."
-            )
+        reason = library.refusal(result)
+        if reason is not None:
+            name = library.OPS[call.op] if call.op < len(library.OPS) else f"operation {call.op}"
+            raise UsageError(f"{name} was refused: {reason}. Nothing has been exchanged.")
 
     def failure(self) -> Exception:
         """The group's first failure, as an exception."""
