@@ -33,13 +33,28 @@
  *              So an entry may lie in entry[number % 2]: who enters number + 2 knows that all have left number.
  *     Failure  The first failure is written to the header once and stays. The group is of no use after it.
  *
- * Memory order: a counter is raised with seq_cst after the payload it stands for, and read with acquire before that
- * payload is. That makes plain loads and stores of payload and entries free of races. The raise is seq_cst, not just
- * release, because the raiser reads `sleepers` next, while a sleeper counts itself there and then reads the counter:
- * one of the two must see the other.
+ *
+ * Memory order
+ *
+ * A counter is raised with seq_cst after the payload it stands for, and read with acquire before that payload is. That
+ * makes plain loads and stores of payload and entries free of races, and ThreadSanitizer would find one. It finds
+ * neither a lost wake-up, which is no race, nor what Python in another process reads: record.h argues for that, and
+ * this for wake-ups:
+ *
+ *     raiser   stores the counter, then reads `sleepers`; if there are any, adds to `bell` and wakes them
+ *     sleeper  reads `bell`, adds to `sleepers`, then reads the counter; if it has not come, sleeps while `bell` is the same
+ *
+ * All this is seq_cst, so it lies in one order for all. If the store comes before the sleeper's look at the counter, the
+ * sleeper sees it. If not, the sleeper was counted before the raiser's look at `sleepers`, and is until it is awake; so
+ * the raiser rings, and after the sleeper has read `bell`. Then the kernel finds `bell` changed, or has queued the
+ * sleeper before the wake: it compares and queues under the lock that a wake takes. With release and acquire alone both
+ * looks could miss, on x86 too. A failure rings without a look at `sleepers`: who reads `bell` after that ring sees
+ * `failed` as well. A rank that leaves, or is killed before it rings, is noticed at the next tick, TICK_MS later.
  */
 #ifndef PHALANX_SHM_H
 #define PHALANX_SHM_H
+
+#include "record.h"
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -222,43 +237,6 @@ typedef struct {
 /* ---- the functions */
 
 typedef struct phx_group phx_group;
-
-/* ---- what a rank notes of itself
-
- * A ring of its latest collectives, for readers in other processes. The memory is the caller's, and so is the layout of
- * the page around it (src/phalanx/status/layout.py); times are seconds since 1970. */
-
-typedef struct {
-    _Atomic uint64_t before; /* the note's number, written first ... */
-    uint64_t kind;
-    uint64_t number; /* in its group */
-    uint64_t size;
-    uint64_t peer;
-    uint64_t place;
-    double queued;
-    double started;
-    double ended;
-    _Atomic uint64_t after; /* ... and last */
-    uint64_t unused[2];
-} phx_note;
-
-typedef struct {
-    /* Of the next collective. A note that the ring has already, of a queued one, is only brought up to date. */
-    uint64_t record; /* the note's number */
-    uint64_t kind;
-    uint64_t number;
-    uint64_t size;
-    uint64_t place;
-    /* For all of them. */
-    uint64_t no_peer;
-    uint64_t entries;
-    phx_note *ring;
-    _Atomic double *waited;      /* seconds in collectives, of any thread */
-    double *blocked;             /* the same for each phase, in the thread with the loop ... */
-    const uint64_t *phase;
-    const double *blocked_since; /* ... unless this is not zero: then it is counted otherwise */
-    uint64_t thread;             /* pthread_self() of that thread */
-} phx_log;
 
 /* Bytes of a segment for so many ranks; 0 for a number of ranks that cannot be. */
 PHX_API uint64_t phx_segment_bytes(int ranks, uint64_t slot_bytes);

@@ -16,19 +16,22 @@ static phx_note *note_of(const phx_log *log) { return log->ring + log->record % 
 
 void phx_keep_log(phx_group *g, phx_log *log) { g->log = log; }
 
-/* A reader takes a note only if its two numbers are equal. */
+/* record.h says why each store is a release; on x86 that is one like any other. */
+#define STORE(field, value) atomic_store_explicit(&note->field, (value), memory_order_release)
+#define LOAD(field) atomic_load_explicit(&note->field, memory_order_relaxed)
+
 static void write_note(phx_note *note, const phx_log *log, double now)
 {
-    atomic_store_explicit(&note->before, log->record, memory_order_relaxed);
-    atomic_thread_fence(memory_order_release);
-    note->kind = log->kind;
-    note->number = log->number;
-    note->size = log->size;
-    note->peer = log->no_peer;
-    note->place = log->place;
-    note->queued = note->started = now;
-    note->ended = 0.0;
-    atomic_store_explicit(&note->after, log->record, memory_order_release);
+    STORE(before, log->record);
+    STORE(kind, log->kind);
+    STORE(number, log->number);
+    STORE(size, log->size);
+    STORE(peer, log->no_peer);
+    STORE(place, log->place);
+    STORE(queued, now);
+    STORE(started, now);
+    STORE(ended, 0.0);
+    STORE(after, log->record);
 }
 
 void note_start(phx_group *g)
@@ -37,15 +40,15 @@ void note_start(phx_group *g)
     if (!log)
         return;
     phx_note *note = note_of(log);
-    uint64_t there = atomic_load_explicit(&note->before, memory_order_relaxed);
+    uint64_t there = LOAD(before);
     double now = wall_clock();
     g->noted = now_ns(); /* the other clock may be set meanwhile */
     if (there < log->record) {
         write_note(note, log, now);
     } else if (there == log->record) { /* it was queued, or is a call of several */
-        note->ended = 0.0;
-        if (note->started == 0.0)
-            note->started = now;
+        STORE(ended, 0.0);
+        if (LOAD(started) == 0.0)
+            STORE(started, now);
     }
 }
 
@@ -56,8 +59,8 @@ int note_end(phx_group *g, int result)
         return result;
     double seconds = (double)(now_ns() - g->noted) * 1e-9;
     phx_note *note = note_of(log);
-    if (atomic_load_explicit(&note->before, memory_order_relaxed) == log->record)
-        note->ended = wall_clock();
+    if (LOAD(before) == log->record)
+        STORE(ended, wall_clock());
     if ((uint64_t)pthread_self() == log->thread && *log->blocked_since == 0.0)
         log->blocked[*log->phase] += seconds;
     double before = atomic_load_explicit(log->waited, memory_order_relaxed);

@@ -190,7 +190,7 @@ class StatusPage:
         return entry
 
     def announce(self, log: Any, kind: int, number: int, size: int, own_frames: int) -> int:
-        """The same for one that the C library runs next. It has the log (csrc/phalanx_shm.h), and
+        """The same for one that the C library runs next. It has the log (csrc/record.h), and
         notes the start and the end itself."""
         try:
             frame = _getframe(own_frames)  # as in `_here`
