@@ -5,11 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 CONTACT := .venv-contact
 
-CC     ?= cc
-INSTALL_SSHD := apt-get install -qq -y --no-install-recommends openssh-server openssh-client
+COMPILERS := gcc clang aarch64-linux-gnu-gcc
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo demo-fault test check mpirun sshd bench stress suite contact test-torch test-python clean
+.PHONY: demo demo-fault test check aarch64 mpirun sshd bench stress suite contact test-torch test-python clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
@@ -18,7 +17,7 @@ demo: $(VENV)/ready-demo
 demo-fault: $(VENV)/ready-demo
 	PYTHON=$(BIN)/python examples/survive.sh
 
-test: check mpirun sshd
+test: aarch64 check mpirun sshd
 	$(BIN)/python -m pytest -m "not alone" -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m alone
 
@@ -26,23 +25,32 @@ check: $(VENV)/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(CC) -std=c11 -O1 -Wall -Wextra -Werror -fsyntax-only csrc/*.c tests/native/*.c
+	@missing=; for compiler in $(COMPILERS); do \
+		if echo '#include <stdio.h>' | $$compiler -fsyntax-only -x c - 2>/dev/null; then \
+			$$compiler -std=c11 -O1 -Wall -Wextra -Werror -fsyntax-only csrc/*.c tests/native/*.c || exit; \
+		else missing="$$missing $$compiler"; fi; \
+	done; [ -z "$$missing" ] || echo "not there, so the C library was not compiled with:$$missing"
+
+# From Debian's packages, and what is skipped without them, to an installation as root.
+define install
+[ "$$(id -u)" != 0 ] || { echo "installing Debian's $(1)"; install="apt-get install -qq -y --no-install-recommends $(1)"; \
+		{ $$install || { apt-get update -qq && $$install; }; } >/dev/null || echo "it cannot be installed; $(2)"; }
+endef
 
 # One test runs beside Open MPI. Without it, and without the right to install it, that test says why it is skipped.
 mpirun: $(VENV)/ready-dev
-	@command -v mpirun >/dev/null || [ "$$(id -u)" != 0 ] || { \
-		echo "installing Debian's openmpi-bin"; \
-		{ apt-get install -qq -y --no-install-recommends openmpi-bin || { apt-get update -qq && \
-		apt-get install -qq -y --no-install-recommends openmpi-bin; }; } >/dev/null || \
-		echo "openmpi-bin cannot be installed; the test beside Open MPI will be skipped"; }
+	@command -v mpirun >/dev/null || $(call install,openmpi-bin,the test beside Open MPI will be skipped)
 
 # The tests of one command for many machines run ssh's server in their virtual nodes. Where systemd would start it for the
 # whole machine, it is not installed: that is for the machine's owner to decide.
 sshd: $(VENV)/ready-dev
-	@[ -x /usr/sbin/sshd ] || [ "$$(id -u)" != 0 ] || [ -d /run/systemd/system ] || { \
-		echo "installing Debian's openssh-server"; \
-		{ $(INSTALL_SSHD) || { apt-get update -qq && $(INSTALL_SSHD); }; } >/dev/null || \
-		echo "openssh-server cannot be installed; the tests over ssh will be skipped"; }
+	@[ -x /usr/sbin/sshd ] || [ -d /run/systemd/system ] || \
+		$(call install,openssh-server openssh-client,the tests over ssh will be skipped)
+
+# The C library is compiled for aarch64, and its stress test runs there, in an emulator.
+aarch64:
+	@{ command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64-static; } >/dev/null || $(call install,gcc-aarch64-linux-gnu \
+		libc6-dev-arm64-cross qemu-user-static,the C library will not be tested for aarch64)
 
 bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/launch.py
