@@ -22,6 +22,7 @@ from phalanx import env, notices, status, torch_compat
 from phalanx.errors import UsageError
 from phalanx.status import layout
 from phalanx.store import vote
+from phalanx.torch_compat import c10d, gloo
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,7 @@ def require_shm() -> None:
 
 
 def _why_not_here() -> str | None:
-    reason = torch_compat.why_no_shm()
+    reason = torch_compat.why_no_shm() or gloo.why_not_inside()
     if reason is not None:
         return reason
     from phalanx import shm
@@ -148,15 +149,15 @@ def is_shm(group: Any) -> bool:
 def install() -> None:
     """Makes torch.distributed know shm, and choose as `choose` does wherever it makes a group."""
     global _installed
-    import torch.distributed as dist
-
     if torch_compat.why_no_shm() is None:
         importlib.import_module("phalanx.shm")  # registers itself
     if not _installed:
         _installed = True
-        c10d = dist.distributed_c10d
-        dist.init_process_group = c10d.init_process_group = _noting(dist.init_process_group)
-        c10d._new_process_group_helper = _choosing(c10d._new_process_group_helper)
+        c10d.INIT_PROCESS_GROUP.wrap(_noting)
+        if (
+            c10d.WORLD.get() is not None
+        ):  # without it, a group of shm could not be called by the name that was asked for
+            c10d.NEW_GROUP.wrap(_choosing)
 
 
 def _noting(plain: Callable[..., None]) -> Callable[..., None]:
@@ -172,9 +173,10 @@ def _noting(plain: Callable[..., None]) -> Callable[..., None]:
 
 def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Every group comes from this function of torch: the world, those of new_group, the dimensions of a mesh."""
-    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import BackendConfig
 
-    signature = inspect.signature(plain)
+    signature, world, set_default = inspect.signature(plain), c10d.WORLD.get(), c10d.SET_DEFAULT_BACKEND.get()
 
     @functools.wraps(plain)
     def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
@@ -182,17 +184,17 @@ def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
         asked = call.arguments["backend"]
         if not _becomes_shm(asked, call.arguments):
             group, store = plain(*args, **kwargs)
-            if ":" in asked and _is_gloo(asked) and isinstance(group, c10d.ProcessGroup):
+            if ":" in asked and _is_gloo(asked) and isinstance(group, ProcessGroup) and set_default is not None:
                 # Left out by torch for "cpu:gloo" as soon as any other backend is registered, such as ours.
-                group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+                set_default(group, ProcessGroup.BackendType.GLOO)
             return group, store
-        before = len(c10d._world.pg_map)
+        before = len(world.pg_map)
         call.arguments["backend"] = "shm"
         group, store = plain(*call.args, **call.kwargs)
-        if len(c10d._world.pg_map) > before:  # not one that was there already, nor one without this rank
+        if len(world.pg_map) > before:  # not one that was there already, nor one without this rank
             group.substitutes_gloo = True
-            c10d._world.pg_map[group] = asked, store
-            c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
+            world.pg_map[group] = asked, store
+            world.pg_backend_config[group] = str(BackendConfig(asked))
         return group, store
 
     return new_process_group_helper

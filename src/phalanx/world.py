@@ -15,6 +15,7 @@ from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
 from phalanx.store import tcp_store
 from phalanx.store.join import Claim, Meeting, meet, open_store, say_goodbye, url_of
+from phalanx.torch_compat import c10d
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +184,9 @@ def current() -> World:
     device = _device(None, s)
     if dist.is_initialized():
         s = _settle(s, dist.get_rank(), dist.get_world_size())
-        shared = dist.distributed_c10d._get_default_store()
+        shared = c10d.default_store()
+        if shared is None and s.world_size > 1:
+            raise UsageError("this torch does not say which store its process group has; call px.init() first.")
         meeting = Meeting(shared, (), hosted_here=False)
         backend = backends.name_of(dist.group.WORLD)
         return World(
@@ -289,7 +292,9 @@ def _part(world: World, *, in_peace: bool) -> None:
     if not dist.is_initialized():
         return
     if not in_peace and world.device.type == "cuda":
-        dist.distributed_c10d._abort_process_group()  # an orderly end would wait for kernels that never finish
+        abort = c10d.ABORT.get()
+        if abort is not None:
+            abort()  # an orderly end would wait for kernels that never finish
         return
     meeting = world._meeting
     if in_peace and meeting is not None and meeting.store is not None and world.size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import pickle
@@ -13,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from phalanx import status
 from phalanx.recorder import flight_reader, p2p, phases, waits
 from phalanx.status import StatusPage, layout
+from phalanx.torch_compat import flight_recorder
 
 
-def recorder(**groups: dict[str, tuple[int, int]]) -> Any:
+def recorders(*found: dict[str, tuple[int, int]]) -> Any:
     """What torch has: a dump for each of these, with how far each group has come."""
 
     def dump_json(found: dict[str, tuple[int, int]]) -> str:
@@ -29,12 +32,12 @@ def recorder(**groups: dict[str, tuple[int, int]]) -> Any:
         }
         return json.dumps({"pg_status": fields})
 
-    names: dict[str, Any] = {}
-    for order, (name, found) in enumerate(groups.items()):
-        names[f"{name}_json"] = lambda *_, found=found: dump_json(found)
-        entries = [{"name": name, "time_created_ns": 10 * number - order} for number in (1, 2)]
-        names[name] = lambda *_, entries=entries: pickle.dumps({"entries": entries})
-    return SimpleNamespace(**names)
+    dumps = []
+    for order, groups in enumerate(found):
+        entries = [{"time_created_ns": 10 * number - order} for number in (1, 2)]
+        trace = functools.partial(lambda entries, *_: pickle.dumps({"entries": entries}), entries)
+        dumps.append(flight_recorder.Dump(functools.partial(lambda groups, *_: dump_json(groups), groups), trace))
+    return lambda: dumps
 
 
 @pytest.fixture
@@ -53,11 +56,11 @@ def own_page() -> StatusPage:
 
 
 def test_nccl_has_a_recorder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = recorder(_dump_fr_trace={"0": (5, 4), "1": (-1, -1)}, _dump_nccl_trace={"0": (7, 7), "2": (3, 1)})
-    monkeypatch.setattr(flight_reader, "torch_recorder", lambda: both)
+    both = recorders({"0": (5, 4), "1": (-1, -1)}, {"0": (7, 7), "2": (3, 1)})
+    monkeypatch.setattr(flight_recorder, "dumps", both)
     assert flight_reader.how_far() == {"0": (12, 11), "1": (0, 0), "2": (3, 1)}
     assert [entry["time_created_ns"] for entry in flight_reader.entries()] == [9, 10, 19, 20]
-    monkeypatch.setattr(flight_reader, "torch_recorder", lambda: recorder(_dump_nccl_trace={"0": (7, 7)}))
+    monkeypatch.setattr(flight_recorder, "dumps", recorders({"0": (7, 7)}))
     assert flight_reader.is_there()
     assert flight_reader.how_far() == {"0": (7, 7)}
 
@@ -67,7 +70,7 @@ def test_an_old_torch_or_one_that_is_told_not_to_records_nothing(monkeypatch: py
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
     assert not flight_reader.is_there()
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
-    monkeypatch.setattr(flight_reader, "torch_recorder", SimpleNamespace)
+    monkeypatch.setattr(flight_recorder, "dumps", list)
     assert not flight_reader.is_there()
 
 
@@ -97,7 +100,7 @@ def test_groups_that_are_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
             return super().items()
 
     world = SimpleNamespace(pg_names=Changing({"a": "7"}), pg_group_ranks={"a": {3: 0, 1: 1}})
-    monkeypatch.setattr(flight_reader.c10d, "_world", world)
+    monkeypatch.setattr(c10d, "_world", world)
     assert flight_reader.ranks_of("7") == [1, 3]
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from phalanx.torch_compat import nn
+from phalanx.torch_compat.names import Patch
 
 _pending: set[threading.Event] = set()
 """One for each copy under way in this process."""
@@ -56,31 +59,31 @@ class Gate:
 
 # A module's own hooks would be copied and pickled with it, so it is torch's method that waits, while there is a copy.
 _lock = threading.Lock()
-_guarded: list[Any] = []
-"""torch's own method, and ours in its place."""
+_guard: Patch | None = None
+
+
+def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        _wait_for_copies()
+        return original(*args, **kwargs)
+
+    return load_state_dict
 
 
 def _guard_loading() -> None:
+    global _guard
     with _lock:
-        if _guarded:
-            return
-        original = nn.Module.load_state_dict
-
-        @functools.wraps(original)
-        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-            _wait_for_copies()
-            return original(*args, **kwargs)
-
-        _guarded[:] = [original, load_state_dict]
-        nn.Module.load_state_dict = load_state_dict
+        if _guard is None:
+            _guard = nn.LOAD_STATE_DICT.wrap(_guarded)
 
 
 def _unguard_loading() -> None:
+    global _guard
     with _lock:
-        if not _guarded or _pending or nn.Module.load_state_dict is not _guarded[1]:
-            return  # or somebody has wrapped ours; it lets everything pass from now on
-        nn.Module.load_state_dict = _guarded[0]
-        _guarded.clear()
+        # If somebody has wrapped ours, it stays, and lets everything pass from now on.
+        if _guard is not None and not _pending and _guard.undo():
+            _guard = None
 
 
 def _forget() -> None:

@@ -18,6 +18,7 @@ from phalanx.checkpoint.storage.base import ALIGNED
 from phalanx.checkpoint.storage.records import Share
 from phalanx.checkpoint.storage.shard_file import Slot, dtype_name, lay_out
 from phalanx.errors import CheckpointError
+from phalanx.torch_compat.tensors import VERSION
 
 _LEAST_TO_CUT = 1 << 20
 """A smaller tensor stays in one piece: each piece costs an entry in a file."""
@@ -92,7 +93,7 @@ class _Late:
 
     def __init__(self, name: str, source: Tensor, target: Tensor) -> None:
         self.name, self.source, self.target = name, source, target
-        self._version = source._version
+        self._version = VERSION.of(source)
         self._sample = self._some()
 
     def _some(self) -> Tensor:
@@ -103,7 +104,7 @@ class _Late:
 
     @property
     def has_changed(self) -> bool:
-        if self.source._version != self._version:
+        if VERSION.of(self.source) != self._version:
             return True
         return not torch.equal(self._sample.view(torch.uint8), self._some().view(torch.uint8))
 
@@ -120,7 +121,7 @@ class Copies:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._length = 0
         self._late: list[_Late] = []
-        self._all_at_once = False
+        self._all_at_once = VERSION.get() is None  # nothing else shows what was changed before it is copied
         self.slots: list[Slot] = []
 
     def take(self, parts: Sequence[Part]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
 from phalanx.checkpoint import optimizers, rng_state
 from phalanx.errors import UsageError
+from phalanx.torch_compat.dynamo import inside_of_compiled
+from phalanx.torch_compat.nn import METADATA
+from phalanx.torch_compat.pytree import tree_map_only
 
 PARTS = ("model", "optimizer", "scheduler", "sampler", "extra")
 """What may be left out. The step and the random numbers always belong to a state."""
@@ -142,7 +144,7 @@ def to_load(state: State | None, **parts: Any) -> State:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model whose state dict has the names that the user gave. phalanx's own wrappers see to that themselves."""
     while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+        if isinstance(inner := inside_of_compiled(model), nn.Module):
             model = inner
         elif isinstance(model, DistributedDataParallel | DataParallel):
             model = model.module
@@ -154,7 +156,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
     own = model.state_dict()
     given: dict[str, Any] = type(own)(state)
     # The versions of the modules, which torch keeps beside the tensors: those of the code that runs.
-    given._metadata = getattr(own, "_metadata", {})  # type: ignore[attr-defined]
+    setattr(given, METADATA.attribute, METADATA.needed_of(own, {}))
     try:
         model.load_state_dict(given)
     except RuntimeError as error:

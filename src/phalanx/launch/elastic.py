@@ -21,6 +21,7 @@ from phalanx import plain
 from phalanx.errors import JoinError
 from phalanx.launch.elastic_state import PlainBackend
 from phalanx.launch.rendezvous import Book, NodeCard, wait_for
+from phalanx.torch_compat import elastic as torch_elastic
 
 KEEP_ALIVE = 2
 """Seconds between signs of life to torch's rendezvous; five missing ones, and a node is out."""
@@ -59,6 +60,9 @@ class Gathering:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors reach us as exceptions
         self._store, self._card, self._terms, self._tell = store, card, terms, tell
+        missing = torch_elastic.why_not()
+        if missing:
+            raise JoinError(f"the number of nodes cannot change: {missing}; give one number to --nnodes.")
         complaint = Book(store, card).complaint()
         if complaint:
             raise JoinError(complaint)

@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx import plain
 from phalanx.errors import ForeignData
+from phalanx.torch_compat import elastic
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def _decode(data: bytes) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
 
     def node(found: _Node) -> Any:
-        return dynamic_rendezvous._NodeDesc(found.addr, found.pid, found.local_id)
+        return elastic.NODE.get()(found.addr, found.pid, found.local_id)
 
     def moment(text: str) -> datetime:
         found = datetime.fromisoformat(text)
@@ -94,7 +95,7 @@ def _decode(data: bytes) -> Any:
 
     try:
         content = plain.decode(data, _State, "the store where the nodes meet")
-        state = dynamic_rendezvous._RendezvousState()
+        state = elastic.STATE.get()()
         state.round, state.complete, state.closed = content.round, content.complete, content.closed
         state.deadline = moment(content.deadline) if content.deadline is not None else None
         state.participants = {node(found): rank for found, rank in content.participants}

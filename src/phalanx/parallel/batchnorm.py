@@ -12,33 +12,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+_STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def synchronise(model: nn.Module, device_type: str, group: Any) -> nn.Module:
     """The model with its BatchNorm layers replaced; they keep their parameters and buffers."""
     if device_type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-    if isinstance(model, _BatchNorm):
+    if isinstance(model, BatchNorm):
         return CpuSyncBatchNorm.like(model, group)
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, _BatchNorm) and not isinstance(child, CpuSyncBatchNorm):
-                setattr(parent, name, CpuSyncBatchNorm.like(child, group))
+    replaced: dict[nn.Module, CpuSyncBatchNorm] = {}  # a layer in two places stays one
+    for path, layer in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(layer, BatchNorm) and not isinstance(layer, CpuSyncBatchNorm):
+            parent, _, name = path.rpartition(".")
+            replaced[layer] = replaced.get(layer) or CpuSyncBatchNorm.like(layer, group)
+            setattr(model.get_submodule(parent), name, replaced[layer])
     return model
 
 
-class CpuSyncBatchNorm(_BatchNorm):
+class CpuSyncBatchNorm(nn.BatchNorm1d):
     """BatchNorm1d, 2d or 3d whose statistics, while it trains, are those of all ranks together."""
 
     process_group: Any
 
     @staticmethod
-    def like(layer: _BatchNorm, group: Any) -> CpuSyncBatchNorm:
+    def like(layer: BatchNorm, group: Any) -> CpuSyncBatchNorm:
         new = CpuSyncBatchNorm(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
         )
-        new._parameters, new._buffers = layer._parameters, layer._buffers
+        for name in _STATE:
+            setattr(new, name, getattr(layer, name))
         new.process_group = group
         new.train(layer.training)
         return new

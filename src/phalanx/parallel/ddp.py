@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,6 +13,7 @@ from phalanx.errors import UsageError
 from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.parallel.alone import unwrapped
 from phalanx.parallel.names import save_without_prefix
+from phalanx.torch_compat.dynamo import passed_over
 
 POWERSGD_RANK = 1
 POWERSGD_START = 1000
@@ -38,7 +38,7 @@ class Parallel(DistributedDataParallel):
             _COMPRESSIONS[compress](self)
 
     # torch.compile passes over this function, as it does over the one of torch that it calls.
-    @torch._disable_dynamo(recursive=False)
+    @passed_over
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
             return super().forward(*inputs, **kwargs)

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import ExceptionWrapper
-from torch.utils import _pytree as pytree
 
 from phalanx import systems
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import OneProcess
 from phalanx.parallel.names import save_without_prefix
+from phalanx.torch_compat import nn as names
+from phalanx.torch_compat import pytree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one replica."""
@@ -41,7 +41,7 @@ class Replicas(OneProcess):
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
         self.module = module
-        self.count = count
+        self.count = count if names.can_replicate() else 1
         save_without_prefix(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def replicate(model: nn.Module, count: int) -> list[nn.Module]:
     copies of the parameters back to the model; the first copy shares its memory."""
     copies = [_copies(model, first=number == 0) for number in range(count)]
     modules = list(model.modules())
-    replicas = [{module: module._replicate_for_data_parallel() for module in modules} for _ in range(count)]
+    replicas = [{module: names.REPLICATE.of(module)() for module in modules} for _ in range(count)]
     for replica, copy in zip(replicas, copies, strict=True):
         for module in modules:
             _fill(module, replica, copy)
@@ -117,17 +117,17 @@ def _copies(model: nn.Module, *, first: bool) -> dict[Tensor, Tensor]:
 def _fill(module: nn.Module, replica: dict[nn.Module, nn.Module], copy: dict[Tensor, Tensor]) -> None:
     """Gives one module of a replica its children and its tensors."""
     target = replica[module]
-    for name, child in module._modules.items():
+    for name, child in names.CHILDREN.of(module).items():
         if child is None:
-            target._modules[name] = None
+            names.CHILDREN.of(target)[name] = None
         else:
             setattr(target, name, replica[child])
-    for name, parameter in module._parameters.items():
+    for name, parameter in names.PARAMETERS.of(module).items():
         if parameter is None:
-            target._parameters[name] = None
+            names.PARAMETERS.of(target)[name] = None
         else:  # a plain attribute: a parameter must be a leaf of autograd's graph, which a copy is not
             setattr(target, name, copy[parameter])
-    for name, buffer in module._buffers.items():
+    for name, buffer in names.BUFFERS.of(module).items():
         if buffer is not None:
             setattr(target, name, copy[buffer])
 
@@ -135,6 +135,7 @@ def _fill(module: nn.Module, replica: dict[nn.Module, nn.Module], copy: dict[Ten
 def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
     """What each replica returns, each in a thread of its own; what one raises is raised with its number."""
     results: list[Any] = [None] * len(calls)
+    failures: dict[int, Any] = {}
     settings = _Settings()
 
     def work(number: int) -> None:
@@ -143,16 +144,15 @@ def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
             with settings.taken_over():
                 results[number] = replicas[number](*inputs, **kwargs)
         except Exception:  # noqa: BLE001 (it is raised where it is waited for)
-            results[number] = ExceptionWrapper(where=f"in replica {number} of {len(calls)}")
+            failures[number] = names.caught(f"in replica {number} of {len(calls)}")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for result in results:
-        if isinstance(result, ExceptionWrapper):
-            result.reraise()
+    if failures:
+        names.reraise(failures[min(failures)])
     return results
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from phalanx import argparser
 from phalanx.errors import UsageError
+from phalanx.torch_compat import pytree
 
 Device = str | int | torch.device
 

@@ -17,12 +17,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.torch_compat import c10d, ddp
+
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def install() -> None:
     if dist.is_available() and dist.is_gloo_available():
-        DistributedDataParallel.__init__ = _with_group_last(DistributedDataParallel.__init__)
+        ddp.INIT.wrap(_with_group_last)
+        for name in (c10d.GET_BACKEND, c10d.DEVICE_TYPES):
+            name.get()  # what `_keep_groups` needs: if it is not there, that is noted now
 
 
 def _with_group_last(plain: Callable[..., None]) -> Callable[..., None]:
@@ -42,6 +46,5 @@ def _with_group_last(plain: Callable[..., None]) -> Callable[..., None]:
 def _keep_groups() -> None:
     """While the interpreter ends, no thread gets the GIL any more: what is left then is left to the kernel."""
     for model in _models:
-        group: Any = model.process_group
-        if any(isinstance(group._get_backend(device), dist.ProcessGroupGloo) for device in group._device_types):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        if c10d.uses_gloo(model.process_group):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(model.process_group))

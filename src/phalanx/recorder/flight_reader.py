@@ -7,21 +7,21 @@ in one for a second, and when it fails.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.distributed import distributed_c10d as c10d
-
 from phalanx import status, torch_compat
-from phalanx.recorder.symbols import without_compiler
 from phalanx.status import layout
 from phalanx.status.page import Flight, StatusPage
+from phalanx.torch_compat import c10d, flight_recorder
 
 _LOOK_EVERY = 0.1
 """Seconds. A look takes a quarter of a millisecond of a process that is busy with other things."""
@@ -48,33 +48,25 @@ def install() -> None:
     """The thread begins with the first process group: before, a script may want to fork."""
     if not is_there():
         return
-    plain = c10d._new_process_group_helper
-
-    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        return plain(*args, **kwargs)
-
-    c10d._new_process_group_helper = new_process_group_helper
+    c10d.NEW_GROUP.wrap(_beginning)
     os.register_at_fork(after_in_child=_forget)
     status.when_failing(write_now)
 
 
-def torch_recorder() -> Any:
-    import torch._C._distributed_c10d as native
+def _beginning(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return plain(*args, **kwargs)
 
-    return native
+    return new_process_group_helper
 
 
 def is_there() -> bool:
     """Whether it records anything: in older versions of torch it has to be turned on, and it can be turned off."""
     sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
     default = "" if torch_compat.release() >= torch_compat.FLIGHT_RECORDER_IS_ON else "0"
-    return bool(_dumps()) and next((size for size in sizes if size is not None), default) != "0"
-
-
-def _dumps() -> list[str]:
-    """nccl's collectives are in a recorder of their own."""
-    return [name for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(torch_recorder(), f"{name}_json")]
+    return bool(flight_recorder.dumps()) and next((size for size in sizes if size is not None), default) != "0"
 
 
 def begin() -> None:
@@ -194,8 +186,8 @@ class Reader:
 def how_far() -> dict[str, tuple[int, int]]:
     """Each group's last enqueued and last completed collective, by torch's number. One of two backends has both."""
     found: dict[str, tuple[int, int]] = {}
-    for name in _dumps():
-        groups = json.loads(getattr(torch_recorder(), f"{name}_json")(False, False)).get("pg_status", {})
+    for dump in flight_recorder.dumps():
+        groups = json.loads(dump.progress(False, False)).get("pg_status", {})
         for number, of in groups.items():
             enqueued, completed = found.get(number, (0, 0))
             enqueued += max(int(of["last_enqueued_collective"]), 0)
@@ -205,8 +197,8 @@ def how_far() -> dict[str, tuple[int, int]]:
 
 def entries(stacks: bool = False) -> list[dict[str, Any]]:
     """The flight recorder's, oldest first."""
-    with without_compiler():
-        dumps = [getattr(torch_recorder(), name)(True, stacks, False) for name in _dumps()]
+    with flight_recorder.without_compiler():
+        dumps = [dump.trace(True, stacks, False) for dump in flight_recorder.dumps()]
     found = [entry for dump in dumps for entry in pickle.loads(dump).get("entries", [])]
     return sorted(found, key=lambda entry: entry["time_created_ns"])
 
@@ -219,15 +211,18 @@ def is_noted_elsewhere(group: Any) -> bool:
 def ranks_of(name: str) -> list[int]:
     for group, known in _names():
         if known == name:
-            return sorted(c10d._world.pg_group_ranks.get(group, {}))
+            return sorted(c10d.WORLD.get().pg_group_ranks.get(group, {}))
     return []
 
 
 def _names() -> list[tuple[Any, str]]:
     """Of all groups. The script may be making one just now."""
+    world = c10d.WORLD.get()
+    if world is None:
+        return []
     for _ in range(_TRIES):
         try:
-            return list(c10d._world.pg_names.items())
+            return list(world.pg_names.items())
         except RuntimeError:  # the dictionary has changed meanwhile
             continue
     return []

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from phalanx import status
 from phalanx.recorder.flight_reader import is_noted_elsewhere
 from phalanx.status import layout
+from phalanx.torch_compat import c10d
 
 
 def install() -> None:
-    dist.send = c10d.send = _noted(layout.SEND, dist.send)
-    dist.recv = c10d.recv = _noted(layout.RECV, dist.recv)
+    c10d.SEND.wrap(functools.partial(_noted, layout.SEND))
+    c10d.RECV.wrap(functools.partial(_noted, layout.RECV))
 
 
 def _noted(op: int, plain: Callable[..., Any]) -> Callable[..., Any]:

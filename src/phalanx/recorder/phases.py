@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import dataloader
 
 from phalanx import status
 from phalanx.status import layout
+from phalanx.torch_compat import autograd, dataloader
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _after_a_step = layout.FORWARD
@@ -26,10 +26,9 @@ _after_a_step = layout.FORWARD
 
 
 def install() -> None:
-    batches: Any = dataloader._BaseDataLoaderIter
-    batches.__next__ = _fetching(batches.__next__)
-    torch.autograd.backward = _going_backward(torch.autograd.backward)
-    torch.save = torch.serialization.save = _in_phase(layout.CHECKPOINT, torch.save)
+    dataloader.NEXT.wrap(_fetching)
+    autograd.BACKWARD.wrap(_going_backward)
+    autograd.SAVE.wrap(functools.partial(_in_phase, layout.CHECKPOINT))
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     status.when_begun(lambda page: page.places.never_users([_TORCH]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -11,11 +12,14 @@ from torch.distributed import TCPStore
 from phalanx import status
 from phalanx.recorder import flight_reader
 from phalanx.status import layout
+from phalanx.torch_compat import c10d
 
 
 def install() -> None:
-    plain: Any = TCPStore.__init__
+    c10d.STORE_INIT.wrap(_noting)
 
+
+def _noting(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def __init__(self: TCPStore, *args: Any, **kwargs: Any) -> None:
         page = status.own()
@@ -35,4 +39,4 @@ def install() -> None:
         finally:
             page.connecting("")
 
-    TCPStore.__init__ = __init__
+    return __init__

@@ -19,17 +19,21 @@ from torch.utils.hooks import unserializable_hook
 from phalanx import status
 from phalanx.recorder import flight_reader
 from phalanx.status import layout
+from phalanx.torch_compat import autograd, c10d, ddp
 
-_engine: Any = torch.autograd.Variable._execution_engine
+_engine: Any = None
+"""Of autograd; its callbacks are called at the end of backward."""
 
 
 def install() -> None:
+    global _engine
     if not dist.is_available():
         return
-    work: Any = dist.Work
-    work.wait = (_waiting if flight_reader.is_there() else _noted_waiting)(work.wait)
-    dist._broadcast_coalesced = _waiting(dist._broadcast_coalesced)
-    DistributedDataParallel.__init__ = _noted(DistributedDataParallel.__init__)
+    c10d.WAIT.wrap(_waiting if flight_reader.is_there() else _noted_waiting)
+    ddp.BROADCAST.wrap(_waiting)
+    _engine = autograd.ENGINE.get()
+    if _engine is not None:
+        ddp.INIT.wrap(_noted)
 
 
 def _noted(plain: Callable[..., None]) -> Callable[..., None]:

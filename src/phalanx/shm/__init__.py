@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from phalanx.native.library import describe
-from phalanx.shm import patches
 from phalanx.shm.node.segment import why_not_here
+from phalanx.shm.node.work_queue import original
 from phalanx.shm.process_group import ShmGroup
+from phalanx.torch_compat import autograd, c10d, dynamo
 
 __all__ = ["ShmGroup", "describe", "why_not_here"]
 
@@ -21,5 +25,55 @@ def _create(options: Any, _: object) -> ShmGroup:
     return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
 
 
+# ---- what torch does with any process group and has to do a little differently with ours
+
+
+def _telling_the_original(plain: Callable[..., None]) -> Callable[..., None]:
+    """DDP's C++ turns whatever a collective raises into a RuntimeError; a lost peer should be a PeerLost here too."""
+
+    @functools.wraps(plain)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        try:
+            plain(*args, **kwargs)
+        except RuntimeError as error:
+            ours = original(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+    return backward
+
+
+def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
+    """torch's own asks for the name "gloo"."""
+
+    @functools.wraps(plain)
+    def monitored_barrier(
+        group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        found: Any = group or dist.group.WORLD
+        if not isinstance(found, ShmGroup):
+            return plain(group, timeout, wait_all_ranks)
+        return found.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    return monitored_barrier
+
+
+def _set_pg_timeout(plain: Callable[..., None]) -> Callable[..., None]:
+    """torch's own reaches the gloo inside a group alone."""
+
+    @functools.wraps(plain)
+    def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        plain(timeout, group)
+        found: Any = group or dist.group.WORLD
+        if isinstance(found, ShmGroup):
+            found.set_timeout(timeout)
+
+    return set_pg_timeout
+
+
 dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
-patches.apply()
+dynamo.pass_over_methods(ShmGroup)  # DDP's broadcast of buffers comes to us, below a compiled model
+autograd.BACKWARD.wrap(_telling_the_original)
+c10d.MONITORED_BARRIER.wrap(_monitored_barrier)
+c10d.SET_TIMEOUT.wrap(_set_pg_timeout)

@@ -38,6 +38,8 @@ from phalanx.shm.node.work_queue import Finished, Lane
 from phalanx.status import layout
 from phalanx.status.layout import ALL_REDUCE
 from phalanx.store import join
+from phalanx.torch_compat.c10d import add_default_backend
+from phalanx.torch_compat.gloo import new_group
 
 if TYPE_CHECKING:
     from phalanx.shm.hierarchical.collectives_across import AcrossNodes
@@ -91,12 +93,10 @@ class ShmGroup(dist.ProcessGroup):
         _living.add(self)
 
     def _add_gloo(self, store: Any, rank: int, size: int, timeout: timedelta, address: str) -> None:
-        inner = gloo_groups.gloo_group(store, rank, size, timeout, address, lazy=True)
-        kind = dist.ProcessGroup.BackendType.GLOO
-        self._register_backend(torch.device("cpu"), kind, inner)
+        inner = new_group(store, rank, size, timeout, address, lazy=True)
         # Called directly: by way of super() torch holds the interpreter's lock, which gloo's own thread may want.
         self._gloo = inner
-        self._set_default_backend(kind)
+        add_default_backend(self, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, inner)
 
     def _go(
         self, op: int, tensor: Tensor | None, opts: Options, result: Sequence[Tensor], run: Callable[[], None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import socket
 import threading
@@ -138,10 +137,14 @@ def install() -> None:
     wait for somebody to listen there. A world of other ranks than those of the run, of which the launcher may not know
     all, is served by its rank 0, as without a launcher.
     """
-    # Not by `from torch.distributed import`: that is a function of the same name.
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
-    plain, by_launcher = rendezvous._create_c10d_store, rendezvous._torchelastic_use_agent_store
+    from phalanx.torch_compat import c10d
 
+    by_launcher = c10d.USE_AGENT_STORE.get()
+    if by_launcher is not None and c10d.CREATE_STORE.wrap(functools.partial(_by_address, by_launcher)) is not None:
+        c10d.USE_AGENT_STORE.wrap(_unless_elsewhere)
+
+
+def _by_address(by_launcher: Callable[[], bool], plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def create_c10d_store(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
         host, _, own = os.environ.get("PHALANX_STORE", "").rpartition(":")
@@ -157,12 +160,15 @@ def install() -> None:
         finally:
             _elsewhere.is_set = False
 
+    return create_c10d_store
+
+
+def _unless_elsewhere(by_launcher: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(by_launcher)
     def torchelastic_use_agent_store() -> bool:
         return by_launcher() and not getattr(_elsewhere, "is_set", False)
 
-    rendezvous._create_c10d_store = create_c10d_store
-    rendezvous._torchelastic_use_agent_store = torchelastic_use_agent_store
+    return torchelastic_use_agent_store
 
 
 def _part(store: Any, port: int, rank: int) -> Any:

@@ -122,16 +122,21 @@ def _train(world: World, work: _Work) -> _Outcome:
 def _switch(model: nn.Module, work: _Work) -> None:
     from torch import nn
 
+    dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and not work.dropout:
+        if isinstance(module, dropout) and not work.dropout:
             module.p = 0.0
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not work.batch_norm:
+        if (
+            isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
+            and not work.batch_norm
+        ):
             module.eval()
 
 
 def _part(batch: Any, world: World) -> Any:
     from torch import Tensor
-    from torch.utils._pytree import tree_map_only
+
+    from phalanx.torch_compat.pytree import tree_map_only
 
     def cut(tensor: Tensor) -> Tensor:
         samples = tensor.shape[0]

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from phalanx import argparser, status
 from phalanx import world as worlds
@@ -20,6 +19,7 @@ from phalanx.comm import clock
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
 from phalanx.status import layout
+from phalanx.torch_compat.pytree import tree_map_only
 from phalanx.train import log
 from phalanx.train.progress import Board, Line, Report, describe
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.storage.manifest import Broken
+from phalanx.torch_compat.nn import METADATA
 
 Path = tuple[Any, ...]
 Keep = Callable[[Path, Any], tuple[Literal["tensor", "array", "pickle"], str] | None]
@@ -71,8 +72,8 @@ def _pairs(values: dict[Any, Any], path: Path, keep: Keep) -> list[Any]:
 
 def _ordered(value: Any, path: Path, keep: Keep) -> Any:
     """A module's state dict has the versions of its modules beside its items."""
-    versions = getattr(value, "_metadata", None)
-    return {"$ordered": [_pairs(value, path, keep), encode(versions, (*path, "_metadata"), keep)]}
+    versions = METADATA.of(value)
+    return {"$ordered": [_pairs(value, path, keep), encode(versions, (*path, METADATA.attribute), keep)]}
 
 
 _ENCODERS: dict[type, Callable[[Any, Path, Keep], Any]] = {
@@ -133,7 +134,7 @@ class Decoder:
             items, versions = node
             found = OrderedDict(self.decode(_list(items), depth))
             if versions is not None:
-                found._metadata = self.decode(versions, depth)  # type: ignore[attr-defined]
+                setattr(found, METADATA.attribute, self.decode(versions, depth))
             return found
         raise ValueError(mark)
 

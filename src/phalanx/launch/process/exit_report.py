@@ -19,6 +19,7 @@ from phalanx.diagnose.user_code import is_users
 from phalanx.failure.failure_text import shorten_path
 from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.status.code_lines import program_package
+from phalanx.torch_compat import dataloader, ddp
 
 _MOMENT = 1.0
 _MOST_DEATHS = 100
@@ -27,7 +28,6 @@ _NO_CUDA = re.compile(
     r"not compiled with CUDA|no attribute '_cuda_|requires CUDA support|without ATen_cuda|No CUDA GPUs are available"
     r"|no NVIDIA driver|accelerator device when none"
 )
-_HANDLER = "torch/utils/data/_utils/signal_handling.py"
 
 
 def hear_no_more_of_loaders() -> None:
@@ -37,7 +37,7 @@ def hear_no_more_of_loaders() -> None:
     here on that would be in the middle of telling the failure.
     """
     handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
+    if dataloader.is_handler_of_loaders(handler):
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
@@ -86,7 +86,9 @@ def script_side(error: BaseException, user_side: Callable[[TracebackType | None]
     """
     trace = user_side(error.__traceback__)
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
-    is_late = not files or (files[-1].endswith(_HANDLER) and not any(is_users(f, program_package()) for f in files))
+    is_late = not files or (
+        dataloader.is_in_handler(files[-1]) and not any(is_users(f, program_package()) for f in files)
+    )
     return user_side(error.__context__.__traceback__) if is_late and error.__context__ is not None else trace
 
 
@@ -107,8 +109,8 @@ def _killed_loader(error: BaseException) -> RuntimeError | None:
     """In the words that torch has for it."""
     from multiprocessing import connection
 
-    iterator = _owner(error.__traceback__, "torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter")
-    workers = {} if iterator is None else {worker.sentinel: worker for worker in iterator._workers}
+    iterator = _owner(error.__traceback__, dataloader.ITERATOR.if_loaded())
+    workers = {} if iterator is None else {worker.sentinel: worker for worker in dataloader.workers_of(iterator)}
     for sentinel in connection.wait(list(workers), _MOMENT):  # a process closes its pipes before it is dead
         worker = workers[sentinel]
         worker.join()
@@ -127,7 +129,8 @@ def note(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _about_gradients(error: BaseException, trace: TracebackType | None) -> str:
-    wrapper = _owner(trace, "torch.nn.parallel.distributed", "DistributedDataParallel")
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    wrapper = _owner(trace, getattr(module, "DistributedDataParallel", None))
     if wrapper is None or not isinstance(error, RuntimeError):
         return ""
     names = _parameter_names(wrapper)
@@ -161,13 +164,12 @@ def _device(frame: FrameType, text: str) -> str:
     return "cuda"
 
 
-def _owner(trace: TracebackType | None, module: str, kind: str) -> Any:
+def _owner(trace: TracebackType | None, kind: type | None) -> Any:
     """The object of torch's in whose methods it was raised, if it was."""
-    loaded = sys.modules.get(module)
     found = None
-    while loaded is not None and trace is not None:
+    while kind is not None and trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, getattr(loaded, kind)):
+        if isinstance(owner, kind):
             found = owner
         trace = trace.tb_next
     return found
@@ -177,7 +179,8 @@ def _parameter_names(wrapper: Any) -> list[str]:
     """In the order in which DDP numbers them; none when that cannot be known any more."""
     ignored = wrapper.parameters_to_ignore
     named = [(name, each) for name, each in wrapper.module.named_parameters() if name not in ignored]
-    count = wrapper._get_ddp_logging_data().get("num_parameter_tensors")
+    logged = ddp.LOGGING_DATA.get()
+    count = None if logged is None else logged(wrapper).get("num_parameter_tensors")
     # DDP numbers what wanted a gradient when it wrapped the model. What has been frozen or thawed since shifts that.
     for names in ([name for name, each in named if each.requires_grad], [name for name, _ in named]):
         if len(names) == count:

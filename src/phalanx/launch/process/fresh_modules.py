@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from phalanx.launch.spec.device_count import usable_cores
+from phalanx.torch_compat.logs import INIT_LOGS
 
 _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
 
@@ -128,7 +129,9 @@ class Disguise:
         if "TORCH_DISTRIBUTED_DEBUG" in changed:
             torch.distributed.set_debug_level_from_env()
         if {"TORCH_LOGS", "TORCH_LOGS_FORMAT", "TORCH_LOGS_OUT"} & changed:
-            importlib.import_module("torch._logging._internal")._init_logs()
+            init = INIT_LOGS.get()
+            if init is not None:
+                init()
         silent = (*_APPLIED, *_SET_BY_LIBRARIES)
         late = sorted(name for name in changed if name.startswith(_ONLY_AT_LOAD) and name not in silent)
         if late:

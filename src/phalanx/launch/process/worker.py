@@ -27,12 +27,13 @@ from types import TracebackType
 from typing import Any
 
 from phalanx import notices, secret, status
-from phalanx.events import ErrorRecord, Frame
+from phalanx.events import ErrorRecord, Frame, rank_events_path
 from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process import exit_report, process_tree, python_command, torch_setup
 from phalanx.launch.process.fresh_modules import Disguise
 from phalanx.launch.spec.launch_spec import WorkerSpec
 from phalanx.status import layout
+from phalanx.torch_compat import names as torch_names
 
 _PACKAGE = str(Path(__file__).parents[1])
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
@@ -146,6 +147,7 @@ def _begin_page(spec: WorkerSpec) -> None:
     directory = spec.environment.get("PHALANX_RUN_DIR")
     if directory is not None:
         status.begin(Path(directory), spec.rank, int(spec.environment["WORLD_SIZE"]))
+        torch_names.report_to(rank_events_path(Path(directory), spec.rank))
 
 
 def _end_page() -> None:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import torch_compat
 from phalanx.errors import JoinError, UsageError
 from phalanx.shm.hierarchical import reduction_plan
 from phalanx.shm.hierarchical.reduction_plan import Reduction
@@ -26,6 +25,8 @@ from phalanx.shm.node.failures import CollectiveTimeout, Names, PeerLost
 from phalanx.shm.node.status_log import Logbook
 from phalanx.shm.node.tensors import Staging
 from phalanx.status import layout
+from phalanx.torch_compat.c10d import source_rank
+from phalanx.torch_compat.gloo import new_group, set_timeout
 
 LOOPBACK = "127.0.0.1"
 NEVER = timedelta(days=1)
@@ -82,15 +83,6 @@ def _address_of_host() -> str | None:
         return None
 
 
-def gloo_group(store: Any, rank: int, size: int, timeout: timedelta, address: str, lazy: bool = False) -> Any:
-    """``lazy``: two ranks connect when they first talk to each other, so that it costs nothing until then."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
-    with torch_compat.quiet_gloo():
-        return dist.ProcessGroupGloo(store, rank, size, options)
-
-
 @dataclass
 class Sent:
     """Something on its way by gloo."""
@@ -107,12 +99,12 @@ class Rail:
         self._nodes = nodes
         rail = dist.PrefixStore(f"rail/{nodes.local}", store)
         try:
-            self.gloo = gloo_group(rail, nodes.here, nodes.count, timeout, address)
+            self.gloo = new_group(rail, nodes.here, nodes.count, timeout, address)
         except RuntimeError as error:
             raise JoinError(
                 f"gloo cannot connect {names.those([nodes.rank, *nodes.rail_peers])}: {first_line(error)}"
             ) from None
-        self.gloo._set_default_timeout(NEVER)
+        set_timeout(self.gloo, NEVER)
 
     def all_reduce(self, part: Tensor, reduction: Reduction) -> Sent:
         native = reduction_plan.by_gloo(part, reduction.between, self._nodes.count)
@@ -192,7 +184,7 @@ class Letter(dist.Work):
         return self._work.is_success()
 
     def _source_rank(self) -> int:
-        return self._work._source_rank()
+        return source_rank(self._work)
 
 
 class Letters:

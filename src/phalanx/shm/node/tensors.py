@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.native import library
+from phalanx.torch_compat.tensors import zero_check
 
 # In the order of enum phx_dtype. What comes after the first 13 is moved, not reduced.
 _DTYPES = (
@@ -25,6 +26,7 @@ DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
 
 REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 _REDUCES = {getattr(ReduceOp.RedOpType, name.upper()): code for code, name in enumerate(REDUCE_NAMES)}
+_is_zero = zero_check()
 _SUM, _AVG, _PREMUL = (REDUCE_NAMES.index(name) for name in ("sum", "avg", "premul_sum"))
 
 
@@ -123,7 +125,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     if wait is not None:  # torch's AsyncCollectiveTensor, the result of a functional collective
         tensor = wait()
     try:
-        if tensor.layout is torch.strided and (tensor._is_zerotensor() or not tensor.numel() or tensor.data_ptr()):
+        if tensor.layout is torch.strided and (_is_zero(tensor) or not tensor.numel() or tensor.data_ptr()):
             return tensor
     except RuntimeError:
         pass  # it cannot have an address
@@ -184,7 +186,7 @@ class Staging:
 
     def finish(self) -> None:
         for tensor, block in self._written:
-            if not tensor._is_zerotensor():
+            if not _is_zero(tensor):
                 tensor.detach().copy_(block)
             elif block.any():
                 raise UsageError("a ZeroTensor cannot hold the result of a collective; give its clone().")

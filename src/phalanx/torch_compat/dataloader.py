@@ -1,0 +1,43 @@
+"""torch.utils.data.DataLoader: the phase data, and workers of a loader that were killed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.torch_compat.names import Name
+
+NEXT = Name(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+    "The recorder notes the phase data.",
+    "The phase data in the status page: waiting for a loader looks like own work.",
+)
+ITERATOR = Name(
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
+    "Found in a traceback, it has the workers of the loader that failed.",
+    "A worker that was killed is not named where torch itself has heard of it too late.",
+)
+WORKERS = Name(
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._workers",
+    "The workers' processes.",
+    "A worker that was killed is not named where torch itself has heard of it too late.",
+    of_objects=True,
+)
+SIGNAL_HANDLER = Name(
+    "torch.utils.data._utils.signal_handling",
+    "The handler that raises when a worker was killed: it is taken away once a script has failed.",
+    "A worker that dies while a failure is reported may hide the script's own line.",
+)
+
+
+def workers_of(iterator: Any) -> list[Any]:
+    return WORKERS.needed_of(iterator, [])
+
+
+def is_handler_of_loaders(handler: Any) -> bool:
+    """Whether a signal handler is the one by which torch tells of killed workers."""
+    return getattr(handler, "__module__", None) == SIGNAL_HANDLER.path and SIGNAL_HANDLER.get() is not None
+
+
+def is_in_handler(file: str) -> bool:
+    """Whether a line of a traceback is of that handler."""
+    return file.endswith(SIGNAL_HANDLER.path.replace(".", "/") + ".py")

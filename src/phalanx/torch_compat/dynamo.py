@@ -1,0 +1,61 @@
+"""torch.compile: what it passes over, and what it wraps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any, TypeVar
+
+from phalanx.torch_compat import OLDEST_FOR_SHM
+from phalanx.torch_compat.names import Name
+
+EVAL_FRAME = Name(
+    "torch._C._dynamo:eval_frame",
+    "torch.compile passes over shm's Python; torch.compiler.disable would import all of the compiler for it.",
+    "torch.compile traces into shm's Python, and breaks its graph there.",
+    since=OLDEST_FOR_SHM,
+)
+FRAME_ACTION = Name(
+    "torch._C._dynamo:eval_frame._FrameAction", "What it is to do there.", EVAL_FRAME.lost, since=OLDEST_FOR_SHM
+)
+FRAME_STRATEGY = Name(
+    "torch._C._dynamo:eval_frame._FrameExecStrategy", "And below it.", EVAL_FRAME.lost, since=OLDEST_FOR_SHM
+)
+DISABLE = Name(
+    "torch:_disable_dynamo",
+    "torch.compile passes over the forward that px.data_parallel puts around DDP's.",
+    "A compiled model has one more break in its graph.",
+)
+COMPILED = Name(
+    "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
+    "The model inside of a compiled one: checkpoints have its names.",
+    "Checkpoints of compiled models have torch.compile's prefix in their names.",
+    of_objects=True,
+)
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def pass_over_methods(kind: type) -> None:
+    """torch.compile runs the methods of a class, and all that they call, as plain Python."""
+    plain, action, strategy = EVAL_FRAME.get(), FRAME_ACTION.get(), FRAME_STRATEGY.get()
+    if plain is None or action is None or strategy is None:
+        return
+    try:
+        skipped = strategy(action.SKIP, action.SKIP)  # of the function, and of all that it calls
+        for member in vars(kind).values():
+            if isinstance(member, FunctionType):
+                plain.set_code_exec_strategy(member.__code__, skipped)
+    except (AttributeError, TypeError) as error:  # it is called in another way
+        EVAL_FRAME.turn_off(f"{type(error).__name__}: {error}")
+
+
+def passed_over(function: _F) -> _F:
+    """torch.compile runs this function, but not what it calls, as plain Python."""
+    disable = DISABLE.get()
+    return function if disable is None else disable(function, recursive=False)
+
+
+def inside_of_compiled(model: Any) -> Any:
+    """The model that torch.compile was given; None for any that is not compiled."""
+    is_compiled = type(model).__name__ == "OptimizedModule"
+    return COMPILED.needed_of(model) if is_compiled else COMPILED.of(model)

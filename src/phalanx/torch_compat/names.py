@@ -1,0 +1,141 @@
+"""The names of torch that phalanx reads though they are private, or replaced, whether private or not.
+
+Each is one `Name` in the file of its area of torch; `TABLE` has all of them and docs/torch-internals.md is made of it.
+A name that is not there in another version of torch turns off what depends on it: a line in the rank's event file says
+so, and nothing is raised. Importing this, or any file of this package, imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import PhalanxError
+from phalanx.events import EventLog
+from phalanx.torch_compat import OLDEST, release
+
+EVENT = "feature off"
+TABLE: list[Name] = []
+_missing: dict[Name, str] = {}
+"""Why each was not found."""
+_events: Path | None = None
+
+
+@dataclass(eq=False)
+class Name:
+    """A name of torch: what it is for, and what is lost in a torch that does not have it."""
+
+    path: str
+    """``module:attribute.attribute``, or a module alone, which is then looked for and not imported."""
+    purpose: str
+    lost: str
+    also: tuple[str, ...] = ()
+    """Other modules that have the same object under the same name; a replacement goes there too."""
+    since: tuple[int, int] = OLDEST
+    """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event."""
+    of_objects: bool = False
+    """It is an attribute that objects get when they are made: `of` reads it, and `get` cannot."""
+
+    def __post_init__(self) -> None:
+        TABLE.append(self)
+
+    def __str__(self) -> str:
+        return self.path.replace(":", ".")
+
+    @property
+    def attribute(self) -> str:
+        return self.path.rpartition(":")[2].rpartition(".")[2]
+
+    def get(self) -> Any:
+        """What it stands for; None when this torch does not have it."""
+        try:
+            if ":" in self.path:
+                return getattr(*_place(self.path))
+            return importlib.util.find_spec(self.path) or self.turn_off("there is no such module")
+        except (ImportError, AttributeError):
+            self.turn_off("there is no such name")
+            return None
+
+    def if_loaded(self) -> Any:
+        """The same, and None as long as nobody has imported its module."""
+        return self.get() if self.path.partition(":")[0] in sys.modules else None
+
+    def of(self, owner: Any, default: Any = None) -> Any:
+        """This attribute of one object; the default for an object without it, which is no event."""
+        return getattr(owner, self.attribute, default)
+
+    def needed_of(self, owner: Any, default: Any = None) -> Any:
+        """The same of an object that has it in every version of torch that is known."""
+        if not hasattr(owner, self.attribute):
+            self.turn_off("there is no such attribute")
+        return self.of(owner, default)
+
+    def wrap(self, make: Callable[[Any], Any]) -> Patch | None:
+        """Puts ``make(what it stands for)`` in its place; None when that cannot be done."""
+        plain = self.get()
+        if plain is None:
+            return None
+        try:
+            patch = Patch((self.path, *(f"{module}:{self.attribute}" for module in self.also)), plain, make(plain))
+            patch.set(patch.wrapped)
+        except Exception as error:  # noqa: BLE001 (whatever has changed in torch must not end a run)
+            self.turn_off(f"{type(error).__name__}: {error}")
+            return None
+        return patch
+
+    def turn_off(self, why: str) -> None:
+        """Notes once in a process that what depends on it is off."""
+        if self not in _missing and release() >= self.since:
+            _missing[self] = why
+            _write([self])
+
+
+def _place(path: str) -> tuple[Any, str]:
+    """Where it stands, and under which name there."""
+    module, _, names = path.partition(":")
+    *owners, attribute = names.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), attribute
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A replacement that is in place."""
+
+    paths: tuple[str, ...]
+    plain: Any
+    wrapped: Any
+
+    def set(self, value: Any) -> None:
+        for path in self.paths:
+            setattr(*_place(path), value)
+
+    def undo(self) -> bool:
+        """Torch's own again, unless somebody else has replaced it since: what he got stays in use then."""
+        if any(getattr(*_place(path)) is not self.wrapped for path in self.paths):
+            return False
+        self.set(self.plain)
+        return True
+
+
+def report_to(events: Path) -> None:
+    """This process is a rank with an event file: it gets what was missing before, and what will be."""
+    global _events
+    _events = events
+    _write(list(_missing))
+
+
+def _write(names: list[Name]) -> None:
+    if _events is None or not names:
+        return
+    with contextlib.suppress(OSError, PhalanxError):  # no place for it in the run directory
+        log = EventLog(_events)
+        for name in names:
+            log.write(EVENT, lost=name.lost, name=str(name), why=_missing[name], torch=sys.modules["torch"].__version__)
+        log.close()
