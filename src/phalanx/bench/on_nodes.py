@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from phalanx.testing import virtual_nodes
+from phalanx.torch_compat import COMPILER
 
 NODES = 2
 UNSHAPED = "unshaped"
@@ -26,7 +27,7 @@ def main(link: str, per_node: str, *script: str) -> int:
             place.mkdir()
             meeting = ["--nnodes", str(NODES), "--master-addr", nodes[0].address, "--master-port", _PORT]
             flags = [*meeting, "--node-rank", str(number), "--nproc-per-node", per_node]
-            flags += ["--preload", "torch._dynamo"]  # which DDP imports: once a node, not in every rank
+            flags += ["--preload", COMPILER]  # which DDP imports: once a node, not in every rank
             quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             command = [sys.executable, "-m", "phalanx", "run", *flags, *script]
             agents.append(node.start(command, cwd=place.absolute(), env=quiet))

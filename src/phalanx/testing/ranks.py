@@ -32,6 +32,7 @@ from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spawn import SpawnContext
 from phalanx.launch.spec.device_count import thread_setting
+from phalanx.torch_compat import COMPILER
 
 _warm: Nursery | None = None
 
@@ -82,7 +83,7 @@ def _warm_nursery() -> Nursery:
     if _warm is None:
         with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
             # DDP and the optimizers import torch._dynamo, which takes longer than most tests: once here, for all.
-            _warm = Nursery(os.environ, listener=listener, late=("torch._dynamo",))
+            _warm = Nursery(os.environ, listener=listener, late=(COMPILER,))
         atexit.register(close)
     return _warm
 

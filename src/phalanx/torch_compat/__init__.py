@@ -1,4 +1,6 @@
-"""What differs between the versions of torch. Importing this imports no torch.
+"""torch's internals: what differs between its versions, and every private name and every patch, one file per area.
+
+No other package touches them; `names` has what happens where one is missing. Importing this imports no torch.
 
 `make test-torch VERSION=…` runs the smoke tests with another version than the one in constraints.txt.
 """
@@ -14,10 +16,14 @@ from typing import Any
 
 OLDEST = (2, 6)
 """The oldest version that the smoke tests have been run with; pyproject.toml says the same."""
+SHOWN = ("2.6.0", "2.8.0", "2.10.0", "2.13.0", "2.15.0")
+"""The versions that the smoke tests have been run with."""
 OLDEST_FOR_SHM = (2, 8)
 """Before it, the options of a collective do not say whether it is asynchronous."""
 FLIGHT_RECORDER_IS_ON = (2, 13)
 """Without a variable that turns it on. 2.10 has it off; between the two nobody has looked."""
+COMPILER = "torch._dynamo"
+"""What DDP, the optimizers and torch.compile import, and takes longest of all."""
 _GLOO_HAS_LOG_LEVELS = (2, 13)
 _LIBUV_TAKES_OPEN_SOCKETS = (2, 8)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.torch_compat.names import Name
+from phalanx.torch_compat.names import Name, Replaced
 
-BACKWARD = Name(
+BACKWARD = Replaced(
     "torch.autograd:backward",
     "The recorder notes the phase backward; shm's errors keep their type where DDP's C++ makes RuntimeErrors of them.",
     "The phase backward in the status page, and PeerLost out of backward.",
@@ -14,7 +14,7 @@ ENGINE = Name(
     "Calls the recorder when a rank's own work in backward is done, just before DDP waits for the others.",
     "Own work in backward is not told from waiting, so no straggler is named under DDP on gloo.",
 )
-SAVE = Name(
+SAVE = Replaced(
     "torch:save",
     "The recorder notes the phase checkpoint.",
     "The phase checkpoint of scripts that call torch.save.",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.torch_compat import OLDEST_FOR_SHM
-from phalanx.torch_compat.names import Name
+from phalanx.torch_compat.names import Name, Replaced
 
 _C10D = "torch.distributed.distributed_c10d"
 _RENDEZVOUS = "torch.distributed.rendezvous"
 
-INIT_PROCESS_GROUP = Name(
+INIT_PROCESS_GROUP = Replaced(
     "torch.distributed:init_process_group",
     "The recorder notes that a rank is joining; shm by name is refused in one sentence where it cannot be had.",
     "A rank that waits for others in init_process_group is not shown as joining.",
     also=(_C10D,),
 )
-NEW_GROUP = Name(
+NEW_GROUP = Replaced(
     f"{_C10D}:_new_process_group_helper",
     "Every group comes from it: a group of gloo on CPUs becomes one of shm, and the recorder begins.",
     "Groups that ask for gloo stay on gloo.",
@@ -26,7 +26,7 @@ WORLD = Name(
     "torch's register of groups: their names and ranks, the backend they are called by, and the world's store.",
     "Groups that ask for gloo stay on gloo, collectives in reports have no group, and px functions need px.init.",
 )
-SET_TIMEOUT = Name(
+SET_TIMEOUT = Replaced(
     f"{_C10D}:_set_pg_timeout",
     "A timeout that is set later reaches a group of shm too.",
     "Groups of shm keep the timeout that they were made with.",
@@ -58,26 +58,26 @@ ABORT = Name(
     "After an exception on a GPU, leaves the group without waiting for kernels that never finish.",
     "After an exception on a GPU the group is left to the end of the process.",
 )
-MONITORED_BARRIER = Name(
+MONITORED_BARRIER = Replaced(
     "torch.distributed:monitored_barrier",
     "torch's own asks for the name gloo; a group of shm has one too.",
     "monitored_barrier on a group of shm.",
     also=(_C10D,),
     since=OLDEST_FOR_SHM,
 )
-SEND = Name(
+SEND = Replaced(
     "torch.distributed:send",
     "The recorder notes messages of gloo, which torch's flight recorder does not see.",
     "A rank that waits in send is not shown as such on gloo.",
     also=(_C10D,),
 )
-RECV = Name(
+RECV = Replaced(
     "torch.distributed:recv",
     "As send.",
     "A rank that waits in recv is not shown as such on gloo.",
     also=(_C10D,),
 )
-WAIT = Name(
+WAIT = Replaced(
     "torch.distributed:Work.wait",
     "The recorder tells waiting for others from own work.",
     "Waiting for an asynchronous collective counts as own work.",
@@ -88,17 +88,17 @@ SOURCE_RANK = Name(
     "On several nodes, a message from any rank has no known sender on shm.",
     since=OLDEST_FOR_SHM,
 )
-STORE_INIT = Name(
+STORE_INIT = Replaced(
     "torch.distributed:TCPStore.__init__",
     "The recorder notes which store a rank connects to.",
     "A rank that waits for a store that nobody serves is not explained.",
 )
-CREATE_STORE = Name(
+CREATE_STORE = Replaced(
     f"{_RENDEZVOUS}:_create_c10d_store",
     "An address that a script itself has chosen becomes a part of the launcher's store.",
     "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that nobody serves.",
 )
-USE_AGENT_STORE = Name(
+USE_AGENT_STORE = Replaced(
     f"{_RENDEZVOUS}:_torchelastic_use_agent_store",
     "Worlds of other ranks than those of the run are served by their rank 0.",
     "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that nobody serves.",

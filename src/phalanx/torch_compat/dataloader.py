@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.torch_compat.names import Name
+from phalanx.torch_compat.names import Name, Replaced
 
-NEXT = Name(
+NEXT = Replaced(
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
     "The recorder notes the phase data.",
     "The phase data in the status page: waiting for a loader looks like own work.",
@@ -27,6 +27,13 @@ SIGNAL_HANDLER = Name(
     "The handler that raises when a worker was killed: it is taken away once a script has failed.",
     "A worker that dies while a failure is reported may hide the script's own line.",
 )
+WORKER = Name(
+    "torch.utils.data._utils.worker",
+    "By its file, a stack is known as that of a loader's worker.",
+    "What the workers of a loader do is not said when a rank waits for them.",
+)
+WORKER_FILE = WORKER.path.replace(".", "/") + ".py"
+_HANDLER_FILE = SIGNAL_HANDLER.path.replace(".", "/") + ".py"
 
 
 def workers_of(iterator: Any) -> list[Any]:
@@ -40,4 +47,4 @@ def is_handler_of_loaders(handler: Any) -> bool:
 
 def is_in_handler(file: str) -> bool:
     """Whether a line of a traceback is of that handler."""
-    return file.endswith(SIGNAL_HANDLER.path.replace(".", "/") + ".py")
+    return file.endswith(_HANDLER_FILE)

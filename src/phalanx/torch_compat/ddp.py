@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from phalanx.torch_compat.names import Name
+from phalanx.torch_compat.names import Name, Replaced
 
-INIT = Name(
+INIT = Replaced(
     "torch.nn.parallel:DistributedDataParallel.__init__",
     "A model that outlives its group on gloo does not hang, and the recorder sees the end of own work in backward.",
     "A DDP model that outlives its group on gloo may hang, and no straggler is named under DDP on gloo.",
 )
-BROADCAST = Name(
+BROADCAST = Replaced(
     "torch.distributed:_broadcast_coalesced",
     "The recorder sees that DDP waits for the buffers of rank 0.",
     "Waiting for DDP's buffers counts as own work.",

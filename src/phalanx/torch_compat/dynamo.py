@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
 
-from phalanx.torch_compat import OLDEST_FOR_SHM
+from phalanx.torch_compat import COMPILER, OLDEST_FOR_SHM
 from phalanx.torch_compat.names import Name
 
 EVAL_FRAME = Name(
@@ -20,6 +20,11 @@ FRAME_ACTION = Name(
 )
 FRAME_STRATEGY = Name(
     "torch._C._dynamo:eval_frame._FrameExecStrategy", "And below it.", EVAL_FRAME.lost, since=OLDEST_FOR_SHM
+)
+PRELOADED = Name(
+    COMPILER,
+    "Imported once for all ranks of a node, when a script will need it.",
+    "Each rank imports it by itself, which takes seconds.",
 )
 DISABLE = Name(
     "torch:_disable_dynamo",

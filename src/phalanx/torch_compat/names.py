@@ -36,8 +36,6 @@ class Name:
     """``module:attribute.attribute``, or a module alone, which is then looked for and not imported."""
     purpose: str
     lost: str
-    also: tuple[str, ...] = ()
-    """Other modules that have the same object under the same name; a replacement goes there too."""
     since: tuple[int, int] = OLDEST
     """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event."""
     of_objects: bool = False
@@ -77,6 +75,20 @@ class Name:
             self.turn_off("there is no such attribute")
         return self.of(owner, default)
 
+    def turn_off(self, why: str) -> None:
+        """Notes once in a process that what depends on it is off."""
+        if self not in _missing and release() >= self.since:
+            _missing[self] = why
+            _write([self])
+
+
+@dataclass(eq=False)
+class Replaced(Name):
+    """A name that is replaced, by what a feature makes of it."""
+
+    also: tuple[str, ...] = ()
+    """Other modules that have the same object under the same name; a replacement goes there too."""
+
     def wrap(self, make: Callable[[Any], Any]) -> Patch | None:
         """Puts ``make(what it stands for)`` in its place; None when that cannot be done."""
         plain = self.get()
@@ -89,12 +101,6 @@ class Name:
             self.turn_off(f"{type(error).__name__}: {error}")
             return None
         return patch
-
-    def turn_off(self, why: str) -> None:
-        """Notes once in a process that what depends on it is off."""
-        if self not in _missing and release() >= self.since:
-            _missing[self] = why
-            _write([self])
 
 
 def _place(path: str) -> tuple[Any, str]:

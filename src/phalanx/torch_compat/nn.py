@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from phalanx.torch_compat.names import Name
+from phalanx.torch_compat.names import Name, Replaced
 
-LOAD_STATE_DICT = Name(
+LOAD_STATE_DICT = Replaced(
     "torch.nn:Module.load_state_dict",
     "While a checkpoint is copied in the background, loading a state dict waits for the copy.",
     "A state that is loaded while a checkpoint is being copied may get into that checkpoint.",

@@ -15,12 +15,16 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from phalanx.torch_compat import dataloader, dynamo
+
 
 def install() -> None:
     """torch is imported."""
     importlib.import_module("phalanx.backends").install()
     importlib.import_module("phalanx.store.tcp_store").install()
     importlib.import_module("phalanx.recorder").install()
+    for name in (dynamo.PRELOADED, dataloader.WORKER, dataloader.SIGNAL_HANDLER):
+        name.get()  # what processes without torch know them by: noted here if it is missing
 
 
 def install_on_import() -> None:

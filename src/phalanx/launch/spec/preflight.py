@@ -7,9 +7,10 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.torch_compat import COMPILER
 
 _LATE = {
-    "torch._dynamo": ("DistributedDataParallel", "data_parallel(", "torch.compile"),
+    COMPILER: ("DistributedDataParallel", "data_parallel(", "torch.compile"),
     "torch.distributed.checkpoint": ("Checkpointer(", "distributed.checkpoint"),
 }
 """Modules that are imported late, and the words in a script that lead to it."""

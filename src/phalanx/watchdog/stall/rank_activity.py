@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from phalanx.status.rank_record import Child, RankRecord, Vitals
 from phalanx.status.stack_parser import Line, Thread, main_thread
+from phalanx.torch_compat.dataloader import WORKER_FILE
 
 _SWAPPED = 16 << 20
 _FAULTS = 20.0
 _LOADER = ("torch/utils/data/dataloader.py",)
-_LOADER_WORKER = "torch/utils/data/_utils/worker.py"
 
 # What the kernel says it sleeps in, or what the innermost lines are part of, or what the user's line says.
 _BY_KERNEL = (
@@ -157,14 +157,14 @@ def _stuck(children: Sequence[Child], of_loader: bool) -> Child | None:
 
 
 def _is_loader_worker(thread: Thread) -> bool:
-    return any(line.is_in(_LOADER_WORKER) for line in thread.lines)
+    return any(line.is_in(WORKER_FILE) for line in thread.lines)
 
 
 def _line_within_worker(child: Child) -> Line | None:
     """The user's line that a loader's worker is in; those further out are the rank's, from before the fork."""
     main = main_thread(child.threads)
     for line in main.lines if main else ():
-        if line.is_in(_LOADER_WORKER):
+        if line.is_in(WORKER_FILE):
             return None
         if line.is_users:
             return line

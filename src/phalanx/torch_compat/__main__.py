@@ -1,0 +1,57 @@
+"""`python -m phalanx.torch_compat`: docs/torch-internals.md, made of the table of names."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import phalanx.torch_compat as package
+from phalanx.torch_compat import SHOWN
+from phalanx.torch_compat.names import EVENT, TABLE, Name, Replaced
+
+_HEAD = f"""# torch's internals
+
+What phalanx replaces in torch, and which of its private names it reads. Only `phalanx.torch_compat` touches them, with
+one file per area of torch; the features hand it what they put in the place of a name. A torch that lacks one of them
+turns off what is named in the last column, and nothing else: the rank's `rank-N.events.jsonl` then has one line
+`{EVENT}` with the name, and the run continues. `make test-torch VERSION=…` has run the smoke tests with torch
+{", ".join(SHOWN)}.
+
+This page is made by `python -m phalanx.torch_compat > docs/torch-internals.md`; a test compares the two.
+"""
+
+
+def areas() -> dict[str, list[Name]]:
+    """All names, by the file they are in."""
+    found: dict[str, list[Name]] = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name not in ("__main__", "names"):
+            there = vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
+            names = [value for value in TABLE if any(value is each for each in there)]
+            found[module.name] = [name for name in names if not any(name in of for of in found.values())]
+    return found
+
+
+def page() -> str:
+    parts = [_HEAD]
+    for area, names in areas().items():
+        rows = [f"| `{name}` | {_use(name)} | {name.purpose} | {_versions(name)} | {name.lost} |" for name in names]
+        parts += [
+            f"## {area}.py\n",
+            "| name | use | what for | seen in torch | lost without it |\n| --- | --- | --- | --- | --- |",
+        ]
+        parts += ["\n".join(rows) + "\n"]
+    return "\n".join(parts)
+
+
+def _use(name: Name) -> str:
+    return "replaced" if isinstance(name, Replaced) else "read"
+
+
+def _versions(name: Name) -> str:
+    seen = [version for version in SHOWN if tuple(map(int, version.split(".")[:2])) >= name.since]
+    return f"{seen[0]} to {seen[-1]}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
