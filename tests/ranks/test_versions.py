@@ -6,6 +6,7 @@ With the torch of constraints.txt the first test shows little; `make test-torch`
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from phalanx import backends, torch_compat
 from phalanx.errors import UsageError
+from phalanx.events import rank_events_path, read_events
 from tests.conftest import Runner, by_rank
 
 TRAINING = """
@@ -62,9 +64,9 @@ def test_a_default_run_prints_what_the_script_prints(phalanx: Runner, script) ->
     assert [line.partition(",")[0] for line in outcome.told] == ["phalanx: 2 ranks"]
 
 
-def test_an_older_torch_gets_gloo_and_one_line(phalanx: Runner, script) -> None:
+def test_an_older_torch_gets_gloo_and_one_line(phalanx: Runner, script, latest: Path) -> None:
     """It is this one, with another number."""
-    script("import torch; torch.__version__ = '2.7.1+cpu'", "older.py")
+    script("import torch.distributed; torch.__version__ = '2.7.1+cpu'; del torch.distributed.send", "older.py")
     outcome = phalanx("run", "--nproc-per-node", "2", "--preload", "older", script(TRAINING))
     assert outcome.code == 0, outcome.err
     for lines in by_rank(outcome).values():  # torch 2.8 to 2.10 has a line of its own about gloo, as under torchrun
@@ -72,6 +74,10 @@ def test_an_older_torch_gets_gloo_and_one_line(phalanx: Runner, script) -> None:
     assert outcome.err.splitlines()[1:] == [
         "phalanx: the backend is gloo: shm needs torch 2.8 or newer, and this is 2.7.1+cpu"
     ]
+
+    for rank in (0, 1):  # a name that it does not have is told where the run's files are, and nowhere else
+        events = read_events(rank_events_path(latest, rank))
+        assert [(event["event"], event["name"]) for event in events] == [("feature off", "torch.distributed.send")]
 
 
 def test_a_hang_is_explained(phalanx: Runner, script) -> None:

@@ -35,7 +35,8 @@ from phalanx.torch_compat.__main__ import areas
 
 SECOND = timedelta(seconds=1)
 WARM = """
-    asyncio psutil torch.nn.parallel torch.distributed.elastic.rendezvous.dynamic_rendezvous phalanx.world phalanx.recorder
+    asyncio psutil torch.nn.parallel torch.distributed.elastic.rendezvous.dynamic_rendezvous
+    phalanx.world phalanx.recorder
     phalanx.checkpoint.copy_gate phalanx.checkpoint.sharding phalanx.checkpoint.state phalanx.checkpoint.storage.values
     phalanx.launch.process.fresh_modules phalanx.launch.elastic phalanx.launch.process.exit_report phalanx.parallel.replicas
 """.split()
@@ -55,14 +56,18 @@ def rank() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _seen["group"] = type(dist.group.WORLD).__name__
     dist.all_reduce(torch.ones(3))
-    dist.all_reduce(torch.ones(3), async_op=True).wait()
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    assert work is not None
+    work.wait()
     c10d._set_pg_timeout(SECOND, dist.group.WORLD)
     dist.monitored_barrier()
-    flight_reader.how_far(), flight_reader.ranks_of("0")
+    flight_reader.how_far()
+    flight_reader.ranks_of("0")
     weight = torch.ones(2, requires_grad=True)
     weight.sum().backward()
     torch.save(weight, io.BytesIO())
-    next(iter(DataLoader([1, 2])))
+    items: Any = [1, 2]
+    next(iter(DataLoader(items)))
     assert world.current().size == 1
     dist.destroy_process_group()
 
@@ -81,9 +86,9 @@ def group() -> None:
 
     rank()
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = nn.Linear(1, 1)
+    model: Any = nn.Linear(1, 1)
     model.process_group = dist.group.WORLD
-    ddp_teardown._models.add(model)  # type: ignore[arg-type]
+    ddp_teardown._models.add(model)
     ddp_teardown._keep_groups()
     gone = SimpleNamespace(device=torch.device("cuda"))
     world._part(gone, in_peace=False)  # type: ignore[arg-type]
@@ -117,7 +122,8 @@ def loader() -> None:
     from phalanx.launch.process import exit_report
 
     rank()
-    self = iter(DataLoader([1, 2], num_workers=1, timeout=60))
+    items: Any = [1, 2]
+    self: Any = iter(DataLoader(items, num_workers=1, timeout=60))
     exit_report.hear_no_more_of_loaders()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = self._workers[0].pid

@@ -20,7 +20,6 @@ WORKERS = Name(
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._workers",
     "The workers' processes.",
     "A worker that was killed is not named where torch itself has heard of it too late.",
-    of_objects=True,
 )
 SIGNAL_HANDLER = Name(
     "torch.utils.data._utils.signal_handling",

@@ -35,7 +35,6 @@ COMPILED = Name(
     "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
     "The model inside of a compiled one: checkpoints have its names.",
     "Checkpoints of compiled models have torch.compile's prefix in their names.",
-    of_objects=True,
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -23,8 +23,8 @@ from phalanx.torch_compat import OLDEST, release
 
 EVENT = "feature off"
 TABLE: list[Name] = []
-_missing: dict[Name, str] = {}
-"""Why each was not found."""
+_missing: dict[Name, dict[str, str]] = {}
+"""With what is written of each. A forked worker has no torch yet when it begins."""
 _events: Path | None = None
 
 
@@ -38,8 +38,6 @@ class Name:
     lost: str
     since: tuple[int, int] = OLDEST
     """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event."""
-    of_objects: bool = False
-    """It is an attribute that objects get when they are made: `of` reads it, and `get` cannot."""
 
     def __post_init__(self) -> None:
         TABLE.append(self)
@@ -54,12 +52,12 @@ class Name:
     def get(self) -> Any:
         """What it stands for; None when this torch does not have it."""
         try:
-            if ":" in self.path:
-                return getattr(*_place(self.path))
-            return importlib.util.find_spec(self.path) or self.turn_off("there is no such module")
+            found = getattr(*_place(self.path)) if ":" in self.path else importlib.util.find_spec(self.path)
         except (ImportError, AttributeError):
+            found = None
+        if found is None:
             self.turn_off("there is no such name")
-            return None
+        return found
 
     def if_loaded(self) -> Any:
         """The same, and None as long as nobody has imported its module."""
@@ -78,7 +76,8 @@ class Name:
     def turn_off(self, why: str) -> None:
         """Notes once in a process that what depends on it is off."""
         if self not in _missing and release() >= self.since:
-            _missing[self] = why
+            torch = sys.modules["torch"].__version__
+            _missing[self] = {"lost": self.lost, "name": str(self), "why": why, "torch": torch}
             _write([self])
 
 
@@ -95,7 +94,8 @@ class Replaced(Name):
         if plain is None:
             return None
         try:
-            patch = Patch((self.path, *(f"{module}:{self.attribute}" for module in self.also)), plain, make(plain))
+            paths = (self.path, *(f"{module}:{self.attribute}" for module in self.also))
+            patch = Patch(tuple(map(_place, paths)), plain, make(plain))
             patch.set(patch.wrapped)
         except Exception as error:  # noqa: BLE001 (whatever has changed in torch must not end a run)
             self.turn_off(f"{type(error).__name__}: {error}")
@@ -114,17 +114,17 @@ def _place(path: str) -> tuple[Any, str]:
 class Patch:
     """A replacement that is in place."""
 
-    paths: tuple[str, ...]
+    places: tuple[tuple[Any, str], ...]
     plain: Any
     wrapped: Any
 
     def set(self, value: Any) -> None:
-        for path in self.paths:
-            setattr(*_place(path), value)
+        for owner, attribute in self.places:
+            setattr(owner, attribute, value)
 
     def undo(self) -> bool:
         """Torch's own again, unless somebody else has replaced it since: what he got stays in use then."""
-        if any(getattr(*_place(path)) is not self.wrapped for path in self.paths):
+        if any(getattr(*place) is not self.wrapped for place in self.places):
             return False
         self.set(self.plain)
         return True
@@ -143,5 +143,5 @@ def _write(names: list[Name]) -> None:
     with contextlib.suppress(OSError, PhalanxError):  # no place for it in the run directory
         log = EventLog(_events)
         for name in names:
-            log.write(EVENT, lost=name.lost, name=str(name), why=_missing[name], torch=sys.modules["torch"].__version__)
+            log.write(EVENT, **_missing[name])
         log.close()

@@ -16,13 +16,12 @@ METADATA = Name(
     "torch.nn:Module.state_dict()._metadata",
     "The versions of the modules, which torch keeps beside the tensors of a state dict.",
     "Checkpoints do not keep them, and older ones are loaded as if they were of this version.",
-    of_objects=True,
 )
 _LOST = "mode='dp' on CPUs runs one replica."
 REPLICATE = Name("torch.nn:Module._replicate_for_data_parallel", "A copy of one module, without its tensors.", _LOST)
-PARAMETERS = Name("torch.nn:Module._parameters", "Also those that are None.", _LOST, of_objects=True)
-BUFFERS = Name("torch.nn:Module._buffers", "Also those that are None.", _LOST, of_objects=True)
-CHILDREN = Name("torch.nn:Module._modules", "Also those that are None or have two names.", _LOST, of_objects=True)
+PARAMETERS = Name("torch.nn:Module._parameters", "Also those that are None.", _LOST)
+BUFFERS = Name("torch.nn:Module._buffers", "Also those that are None.", _LOST)
+CHILDREN = Name("torch.nn:Module._modules", "Also those that are None or have two names.", _LOST)
 WRAPPER = Name(
     "torch._utils:ExceptionWrapper",
     "An exception of a replica is raised with its number, as torch's DataParallel does.",
