@@ -12,11 +12,11 @@ from pathlib import Path
 
 import phalanx
 from phalanx.torch_compat import c10d, gloo
-from phalanx.torch_compat.__main__ import areas, page
+from phalanx.torch_compat.names import by_area
 from tests.unit import without_a_name
 
 SOURCE = Path(phalanx.__file__).parent
-DOCS = SOURCE.parents[1] / "docs"
+REPOSITORY = SOURCE.parents[1]
 PYTHONS_OWN = {
     "arguments.py": {"_option_string_actions"},  # argparse
     "launch/flags.py": {"_option_string_actions"},
@@ -38,8 +38,8 @@ def test_a_name_that_is_missing_turns_off_its_feature_alone(tmp_path: Path) -> N
     done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
-    names = {str(name): area for area, of in areas().items() for name in of}
-    assert set(found) == {*names, *(f"nothing of {area}" for area in areas())}
+    names = {str(name): area for area, of in by_area().items() for name in of}
+    assert set(found) == {*names, *(f"nothing of {area}" for area in by_area())}
     for name, area in names.items():
         whole, without = found[f"nothing of {area}"], found[name]
         assert (whole["error"], whole["events"], whole["off"]) == (None, [], []), (area, whole)
@@ -61,7 +61,7 @@ def test_it_is_a_leaf() -> None:
 def test_only_torch_compat_touches_what_is_private_in_torch() -> None:
     trees = {path.relative_to(SOURCE): ast.parse(path.read_text()) for path in SOURCE.rglob("*.py")}
     ours = {name for tree in trees.values() for name in _defined(tree)}
-    known = {name.attribute for of in areas().values() for name in of if name.attribute.startswith("_")}
+    known = {name.attribute for of in by_area().values() for name in of if name.attribute.startswith("_")}
     for path, tree in trees.items():
         if path.parts[0] != "torch_compat":
             found = {name for name in _touched(tree, ours, known) if name not in PYTHONS_OWN.get(path.as_posix(), ())}
@@ -87,7 +87,9 @@ def test_the_scan_finds_what_it_is_for() -> None:
 
 
 def test_the_page_of_names_is_current() -> None:
-    assert (DOCS / "torch-internals.md").read_text() == page(), "run python -m phalanx.torch_compat"
+    program = [sys.executable, str(REPOSITORY / "tools/torch_internals.py")]
+    page = subprocess.run(program, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert (REPOSITORY / "docs/torch-internals.md").read_text() == page, "run tools/torch_internals.py"
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:

@@ -31,7 +31,6 @@ from torch.utils.data import DataLoader
 
 from phalanx.errors import JoinError
 from phalanx.torch_compat import names
-from phalanx.torch_compat.__main__ import areas
 
 SECOND = timedelta(seconds=1)
 WARM = """
@@ -107,10 +106,13 @@ def connections() -> None:
 
 def compiled() -> None:
     from phalanx.checkpoint.state import unwrapped
+    from phalanx.launch.process.fresh_modules import Disguise
     from phalanx.parallel import ddp
 
     rank()
     importlib.reload(ddp)
+    os.environ["TORCH_LOGS"] = "-dynamo"
+    Disguise([], frozenset(), {}).apply_settings("torch")
     model = nn.Linear(1, 1)
     kind = type("OptimizedModule", (nn.Module,), {})
     around = kind()
@@ -184,14 +186,10 @@ class _Failing(nn.Module):
 def tensor() -> None:
     from phalanx.checkpoint.sharding import Copies
     from phalanx.shm.node import tensors
+    from phalanx.torch_compat import tensors as pytree
 
     Copies().take([])
     assert tensors.in_one_piece(torch.ones(4, 4).t()).is_contiguous()
-
-
-def nesting() -> None:
-    from phalanx.torch_compat import pytree
-
     tree = {"a": [torch.ones(1), 2], "b": (torch.ones(1),)}
     doubled = pytree.tree_map_only(torch.Tensor, lambda each: each * 2, tree)
     assert doubled == {"a": [torch.full((1,), 2.0), 2], "b": (torch.full((1,), 2.0),)}
@@ -199,13 +197,6 @@ def nesting() -> None:
     assert len(leaves) == 3
     assert pytree.tree_unflatten(leaves, shape) == tree
     assert shape == pytree.tree_flatten(doubled)[1]
-
-
-def logs() -> None:
-    from phalanx.launch.process.fresh_modules import Disguise
-
-    os.environ["TORCH_LOGS"] = "-dynamo"
-    Disguise([], frozenset(), {}).apply_settings("torch")
 
 
 def nodes() -> None:
@@ -230,9 +221,7 @@ DEPENDS: dict[str, Callable[[], None]] = {
     "elastic": nodes,
     "flight_recorder": records,
     "gloo": connections,
-    "logs": logs,
     "nn": model,
-    "pytree": nesting,
     "tensors": tensor,
 }
 
@@ -257,7 +246,7 @@ def in_fork(area: str, missing: names.Name | None, file: Path) -> None:
     """Runs what depends on the names of one file, and writes down what came of it."""
     directory = file.with_suffix("")
     directory.mkdir()
-    paths = {name: str(name) for of in areas().values() for name in of if isinstance(name, names.Replaced)}
+    paths = {name: str(name) for of in names.by_area().values() for name in of if isinstance(name, names.Replaced)}
     real = {label: name.path for name, label in paths.items()}
     if missing is not None:
         missing.path += "_gone"
@@ -291,7 +280,7 @@ def main(directory: Path) -> None:
         importlib.import_module(module)
     found = {}
     for number, (area, missing) in enumerate(
-        (area, missing) for area, of in areas().items() for missing in (None, *of)
+        (area, missing) for area, of in names.by_area().items() for missing in (None, *of)
     ):
         file = directory / f"{number}.json"
         pid = os.fork()

@@ -15,7 +15,7 @@ from phalanx.checkpoint import optimizers, rng_state
 from phalanx.errors import UsageError
 from phalanx.torch_compat.dynamo import inside_of_compiled
 from phalanx.torch_compat.nn import METADATA
-from phalanx.torch_compat.pytree import tree_map_only
+from phalanx.torch_compat.tensors import tree_map_only
 
 PARTS = ("model", "optimizer", "scheduler", "sampler", "extra")
 """What may be left out. The step and the random numbers always belong to a state."""

@@ -20,7 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.parallel.alone import OneProcess
 from phalanx.parallel.names import save_without_prefix
 from phalanx.torch_compat import nn as names
-from phalanx.torch_compat import pytree
+from phalanx.torch_compat.tensors import tree_flatten, tree_unflatten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one replica."""
@@ -67,7 +67,7 @@ def scatter(call: Call, count: int) -> list[Call]:
 
     There are fewer than ``count`` when the batch is smaller, and one when there is nothing to cut.
     """
-    leaves, shape = pytree.tree_flatten(call)
+    leaves, shape = tree_flatten(call)
     lengths = {leaf.shape[0] for leaf in leaves if _can_be_cut(leaf)}
     if not lengths:
         return [call]
@@ -80,7 +80,7 @@ def scatter(call: Call, count: int) -> list[Call]:
     pieces = [leaf.chunk(count) if _can_be_cut(leaf) else None for leaf in leaves]
     parts = max(len(piece) for piece in pieces if piece is not None)
     return [
-        pytree.tree_unflatten(
+        tree_unflatten(
             [leaf if piece is None else piece[part] for leaf, piece in zip(leaves, pieces, strict=True)], shape
         )
         for part in range(parts)
@@ -175,13 +175,13 @@ class _Settings:
 
 def gather(outputs: Sequence[Any]) -> Any:
     """The outputs as one: tensors put together along dimension 0, numbers as a vector with one entry a replica."""
-    flat, shapes = zip(*(pytree.tree_flatten(output) for output in outputs), strict=True)
+    flat, shapes = zip(*(tree_flatten(output) for output in outputs), strict=True)
     if any(shape != shapes[0] for shape in shapes):
         raise UsageError(
             f"the replicas returned results of different forms, such as {shapes[0]} and "
             f"{next(shape for shape in shapes if shape != shapes[0])}; return the same form from each part of a batch."
         )
-    return pytree.tree_unflatten([_together(each) for each in zip(*flat, strict=True)], shapes[0])
+    return tree_unflatten([_together(each) for each in zip(*flat, strict=True)], shapes[0])
 
 
 def _together(values: Sequence[Any]) -> Any:

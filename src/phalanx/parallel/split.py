@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from phalanx import argparser
 from phalanx.errors import UsageError
-from phalanx.torch_compat import pytree
+from phalanx.torch_compat.tensors import tree_map_only
 
 Device = str | int | torch.device
 
@@ -33,7 +33,7 @@ def split(model: nn.Module, parts: Mapping[str, Device] | None, devices: Any) ->
 def _move_inputs(
     place: torch.device, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place, non_blocking=True), (inputs, kwargs))
+    return tree_map_only(Tensor, lambda tensor: tensor.to(place, non_blocking=True), (inputs, kwargs))
 
 
 def _device(place: Device) -> torch.device:

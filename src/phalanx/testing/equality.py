@@ -136,7 +136,7 @@ def _switch(model: nn.Module, work: _Work) -> None:
 def _part(batch: Any, world: World) -> Any:
     from torch import Tensor
 
-    from phalanx.torch_compat.pytree import tree_map_only
+    from phalanx.torch_compat.tensors import tree_map_only
 
     def cut(tensor: Tensor) -> Tensor:
         samples = tensor.shape[0]

@@ -1,4 +1,4 @@
-"""torch.compile: what it passes over, and what it wraps."""
+"""torch.compile: what it passes over, what it wraps, and its logs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ COMPILED = Name(
     "torch._dynamo.eval_frame:OptimizedModule._orig_mod",
     "The model inside of a compiled one: checkpoints have its names.",
     "Checkpoints of compiled models have torch.compile's prefix in their names.",
+)
+INIT_LOGS = Name(
+    "torch._logging._internal:_init_logs",
+    "TORCH_LOGS that a script sets before its import of torch is applied in a forked worker.",
+    "TORCH_LOGS has an effect in a forked worker only when it is set in the shell.",
 )
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -1,6 +1,7 @@
 """The names of torch that phalanx reads though they are private, or replaced, whether private or not.
 
-Each is one `Name` in the file of its area of torch; `TABLE` has all of them and docs/torch-internals.md is made of it.
+Each is one `Name` in the file of its area of torch. `by_area` is the table of them, and docs/torch-internals.md is made
+of it.
 A name that is not there in another version of torch turns off what depends on it: a line in the rank's event file says
 so, and nothing is raised. Importing this, or any file of this package, imports no torch.
 """
@@ -11,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,6 @@ from phalanx.events import EventLog
 from phalanx.torch_compat import OLDEST, release
 
 EVENT = "feature off"
-TABLE: list[Name] = []
 _missing: dict[Name, dict[str, str]] = {}
 """With what is written of each. A forked worker has no torch yet when it begins."""
 _events: Path | None = None
@@ -38,9 +39,6 @@ class Name:
     lost: str
     since: tuple[int, int] = OLDEST
     """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event."""
-
-    def __post_init__(self) -> None:
-        TABLE.append(self)
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
@@ -101,6 +99,19 @@ class Replaced(Name):
             self.turn_off(f"{type(error).__name__}: {error}")
             return None
         return patch
+
+
+def by_area() -> dict[str, list[Name]]:
+    """The table: all names, by the file that they are in."""
+    found: dict[str, list[Name]] = {}
+    seen: set[Name] = set()  # a file may use those of another
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        there = vars(importlib.import_module(f"{__package__}.{module.name}")).values()
+        names = [each for each in there if isinstance(each, Name) and each not in seen]
+        seen.update(names)
+        if names:
+            found[module.name] = names
+    return found
 
 
 def _place(path: str) -> tuple[Any, str]:

@@ -19,7 +19,7 @@ from phalanx.comm import clock
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
 from phalanx.status import layout
-from phalanx.torch_compat.pytree import tree_map_only
+from phalanx.torch_compat.tensors import tree_map_only
 from phalanx.train import log
 from phalanx.train.progress import Board, Line, Report, describe
 

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from phalanx.launch.spec.device_count import usable_cores
-from phalanx.torch_compat.logs import INIT_LOGS
+from phalanx.torch_compat.dynamo import INIT_LOGS
 
 _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
 

@@ -1,13 +1,9 @@
-"""`python -m phalanx.torch_compat`: docs/torch-internals.md, made of the table of names."""
+"""Prints docs/torch-internals.md, made of the table of torch's names."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
-import phalanx.torch_compat as package
 from phalanx.torch_compat import SHOWN
-from phalanx.torch_compat.names import EVENT, TABLE, Name, Replaced
+from phalanx.torch_compat.names import EVENT, Name, Replaced, by_area
 
 _HEAD = f"""# torch's internals
 
@@ -17,24 +13,13 @@ turns off what is named in the last column, and nothing else: the rank's `rank-N
 `{EVENT}` with the name, and the run continues. `make test-torch VERSION=…` has run the smoke tests with torch
 {", ".join(SHOWN)}.
 
-This page is made by `python -m phalanx.torch_compat > docs/torch-internals.md`; a test compares the two.
+This page is made by `python tools/torch_internals.py > docs/torch-internals.md`; a test compares the two.
 """
-
-
-def areas() -> dict[str, list[Name]]:
-    """All names, by the file they are in."""
-    found: dict[str, list[Name]] = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        if module.name not in ("__main__", "names"):
-            there = vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
-            names = [value for value in TABLE if any(value is each for each in there)]
-            found[module.name] = [name for name in names if not any(name in of for of in found.values())]
-    return found
 
 
 def page() -> str:
     parts = [_HEAD]
-    for area, names in areas().items():
+    for area, names in by_area().items():
         rows = [f"| `{name}` | {_use(name)} | {name.purpose} | {_versions(name)} | {name.lost} |" for name in names]
         parts += [
             f"## {area}.py\n",
