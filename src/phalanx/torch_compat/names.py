@@ -134,7 +134,7 @@ class Patch:
             setattr(owner, attribute, value)
 
     def undo(self) -> bool:
-        """Torch's own again, unless somebody else has replaced it since: what he got stays in use then."""
+        """Restores torch's own; False when something else has replaced ours since, which stays in use then."""
         if any(getattr(*place) is not self.wrapped for place in self.places):
             return False
         self.set(self.plain)
