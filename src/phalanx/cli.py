@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from phalanx import entry_point, systems
+from phalanx import entry_point
 from phalanx.errors import UsageError
+from phalanx.system import require_linux
 
 _HELP = """\
 phalanx: data-parallel training with PyTorch, started, joined, watched and explained.
@@ -48,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    systems.require_linux("phalanx run")
+    require_linux("phalanx run")
     from phalanx.launch import command
 
     return command.run(arguments)
 
 
 def _bench(arguments: list[str]) -> int:
-    systems.require_linux("phalanx bench")
+    require_linux("phalanx bench")
     from phalanx import bench
 
     return bench.main(arguments)
@@ -80,7 +81,7 @@ def _report(arguments: list[str]) -> int:
 
 
 def _inspect(arguments: list[str]) -> int:
-    systems.require_linux("phalanx inspect")
+    require_linux("phalanx inspect")
     from phalanx.diagnose import inspect_command
     from phalanx.watchdog.stall.stack_dump import of_ranks
 

@@ -14,12 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx import ports
-from phalanx.diagnose import processes
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import process_tree
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import Nursery
+from phalanx.system import ports, procfs
 from tests.conftest import WITHOUT_TORCH, start, told
 
 SLEEPS = """
@@ -141,11 +140,11 @@ def test_a_process_that_cannot_be_killed_is_named_and_left(who: str, frozen: Pat
 def test_where_a_process_hangs(tmp_path: Path) -> None:
     home = tmp_path / "7"
     home.mkdir()
-    (home / "stat").write_text("7 (a) b) D 1 7 7 0")
+    (home / "stat").write_text("7 (a) b) D 1 7" + " 0" * 47)
     (home / "wchan").write_text("nfs_wait_bit_killable")
     told = "pid 7, state D (waits for a device or a file system), wchan nfs_wait_bit_killable"
-    assert processes.where(7, tmp_path) == told
-    assert processes.where(8, tmp_path) == "pid 8, which has ended meanwhile"
+    assert procfs.describe(7, tmp_path) == told
+    assert procfs.describe(8, tmp_path) == "pid 8, which has ended meanwhile"
 
 
 def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

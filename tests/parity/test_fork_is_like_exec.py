@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.spec.device_count import usable_cores
+from phalanx.system import cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -168,7 +168,7 @@ def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runn
     forked, fresh = (
         phalanx(
             *("run", "--nproc-per-node", "4", "--start-method", method, name, method),
-            env={"OMP_NUM_THREADS": str(usable_cores())},
+            env={"OMP_NUM_THREADS": str(cores.usable())},
         )
         for method in ("fork", "exec")
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.launch.spec.device_count import usable_cores
+from phalanx.system import cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port, read_terminal, start
 
 
@@ -42,7 +42,7 @@ def test_the_environment_is_torchruns(phalanx: Runner, script, tmp_path: Path) -
         own = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
         also_own = {"TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS"}
         assert different <= own | also_own, {key: (theirs[key], ours.get(key)) for key in different}
-        assert ours["OMP_NUM_THREADS"] == str(max(1, usable_cores() // 2))
+        assert ours["OMP_NUM_THREADS"] == str(max(1, cores.usable() // 2))
 
 
 def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
@@ -68,9 +68,9 @@ def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
 
 def test_the_line_about_threads(phalanx: Runner, script) -> None:
     name = script("import os; print(os.environ['OMP_NUM_THREADS'])")
-    cores = usable_cores()
+    usable = cores.usable()
     outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name)
-    assert f"OMP_NUM_THREADS={max(1, cores // 2)} for each (cores {cores}, divided by ranks)" in outcome.err
+    assert f"OMP_NUM_THREADS={max(1, usable // 2)} for each (cores {usable}, divided by ranks)" in outcome.err
     assert len(outcome.err.splitlines()) == 1
     outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name, env={"OMP_NUM_THREADS": "7"})
     assert by_rank(outcome) == {0: ["7"], 1: ["7"]}

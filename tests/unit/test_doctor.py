@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from phalanx.diagnose import check_machine, checkup, doctor, gather, gather_network, probe
-from phalanx.diagnose.cgroups import Allowance, allowance
 from phalanx.diagnose.checkup import Finding
 from phalanx.diagnose.facts import (
     Card,
@@ -33,7 +32,7 @@ from phalanx.diagnose.facts import (
 )
 from phalanx.errors import UsageError
 from phalanx.launch import start
-from phalanx.launch.spec import device_count
+from phalanx.system.cgroups import Allowance, allowance
 from tests.conftest import REPOSITORY, Runner, read_terminal
 
 GIB = 1 << 30
@@ -301,14 +300,6 @@ def test_the_lines() -> None:
 
 def test_the_same_numbers_as_phalanx_run() -> None:
     assert [check_machine.files_needed(n) for n in (1, 64)] == [start.files_needed(n) for n in (1, 64)]
-    for quota in (0.5, 1.0, 2.5, 9.0):
-        file = Path(f"/proc/self/fd/{os.memfd_create('cpu.max')}")
-        try:
-            file.write_text(f"{quota * 100000:.0f} 100000")
-            cores = len(os.sched_getaffinity(0))
-            assert replace(HEALTHY.cores, allowed=cores, quota=quota).usable == device_count.usable_cores(file)
-        finally:
-            os.close(int(file.name))
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -335,7 +326,7 @@ def test_limits_of_containers(tmp_path: Path) -> None:
             "pod/pids.current": "9",
         },
     )
-    assert allowance(second, second / "membership") == Allowance(0.5, 1000, 400, 64, 9)
+    assert allowance(second, second / "membership") == Allowance(1000, 400, 64, 9)
     first = tree(
         tmp_path / "v1",
         {
@@ -348,7 +339,7 @@ def test_limits_of_containers(tmp_path: Path) -> None:
             "memory/memory.stat": "total_inactive_file 100",
         },
     )
-    assert allowance(first, first / "membership") == Allowance(1.5, 2000, 800, None, 0)
+    assert allowance(first, first / "membership") == Allowance(2000, 800, None, 0)
     free = tree(
         tmp_path / "free",
         {

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose import processes
 from phalanx.diagnose.user_code import is_users, program_of
-from phalanx.launch import sockets
 from phalanx.launch.hearing import Announcement, Court, Report
+from phalanx.launch.process import worker
 from phalanx.status import Collective, Group, Place, Status, rank_record
 from phalanx.status.rank_record import Child, RankRecord, ThreadDeath, Vitals
 from phalanx.status.stack_parser import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy
+from phalanx.system import procfs, tcp_bytes
 from phalanx.watchdog.stall.classify import find_hang
 from phalanx.watchdog.stall.dump_file import dossier, stack_lines
 from phalanx.watchdog.stall.proc_sampler import Chart
@@ -277,7 +277,7 @@ def test_who_holds_a_lock_on_a_file(tmp_path: Path) -> None:
         "2: -> FLOCK  ADVISORY  WRITE 5 fe:01:34 0 EOF\n2: -> FLOCK  ADVISORY  WRITE 101 fe:01:34 0 EOF\n"
         "3: OFDLCK ADVISORY  WRITE -1 fe:01:35 0 EOF\n3: -> OFDLCK ADVISORY  WRITE 102 fe:01:35 0 EOF\n"
     )
-    assert [processes.lock_holder(pid, table) for pid in (101, 102, 4711)] == [4711, None, None]
+    assert [procfs.lock_holder(pid, table) for pid in (101, 102, 4711)] == [4711, None, None]
     vitals = {"waits_in": "locks_lock_inode_wait", "lock_holder": "pid 4711 (python prepare.py)"}
     lines = with_others(laggard(lines=[line("fcntl.flock(f, LOCK_EX)")], vitals=vitals))
     assert lines[1] == "pid 4711 (python prepare.py) holds it"
@@ -598,14 +598,14 @@ def test_the_loops_around_a_line(number: int, loops: tuple) -> None:
 def test_what_connections_move() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
         other, _ = server.accept()
-        before = sockets.moved_by(os.getpid(), sockets.moved_by_connection())
+        before = tcp_bytes.moved_by(os.getpid(), tcp_bytes.moved_by_connection())
         one.sendall(bytes(50_000))
         received = 0
         while received < 50_000:
             received += len(other.recv(50_000))
         other.sendall(b"x")
         one.recv(1)  # what was sent has been acknowledged
-        after = sockets.moved_by(os.getpid(), sockets.moved_by_connection())
+        after = tcp_bytes.moved_by(os.getpid(), tcp_bytes.moved_by_connection())
         other.close()
     assert 100_000 <= after - before < 101_000
 
@@ -683,7 +683,7 @@ def test_the_judge_hears_all_nodes_but_those_that_are_lost() -> None:
 
 
 def test_a_stack_ends_with_the_script() -> None:
-    launch = str(Path(sockets.__file__).with_name("worker.py"))
+    launch = str(worker.__file__)
     lines = [Line("/lib/torch/x.py", 3, "wait"), Line("/home/ada/train.py", 5, "<module>"), Line(launch, 9, "run")]
     ends = (*lines, Line("<string>", 1, "<module>"))
     assert list(stack_lines(Thread(ends))) == ["  /lib/torch/x.py:3 in wait", "  /home/ada/train.py:5 in <module>"]

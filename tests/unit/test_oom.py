@@ -14,6 +14,7 @@ from phalanx.events import Ending, ErrorRecord
 from phalanx.failure import oom
 from phalanx.failure.oom import Counters, Shortage
 from phalanx.launch.process.zygote_client import Exited
+from phalanx.system import procfs
 from phalanx.watchdog.memory import MemoryWatch
 
 GIB = 1 << 30
@@ -122,10 +123,8 @@ LOG = (
 
 
 def test_the_kernels_log(tmp_path: Path) -> None:
-    log, here, container = tmp_path / "kmsg", tmp_path / "here", tmp_path / "container"
+    log, here, container = tmp_path / "kmsg", "pid:[4026531836]", "pid:[4026532001]"
     log.write_text(LOG)
-    here.symlink_to("pid:[4026531836]")
-    container.symlink_to("pid:[4026532001]")
     assert oom.killed_by_log([4242, 1], log, here) == {4242: (769948 + 18936 + 4) << 10}
     assert oom.killed_by_log([4343], log, here) == {4343: 8 << 10}
     assert oom.killed_by_log([4242], log, container) == {}, "its pids are not ours"
@@ -133,14 +132,14 @@ def test_the_kernels_log(tmp_path: Path) -> None:
 
 
 def test_memory_of_a_process_and_its_children() -> None:
-    assert (oom.resident(os.getpid()) or 0) > 8 << 20
-    assert oom.resident(2**22 + 1) is None
-    assert oom.children(2**22 + 1) == []
+    assert (procfs.resident(os.getpid()) or 0) > 8 << 20
+    assert procfs.resident(2**22 + 1) is None
+    assert procfs.children(2**22 + 1) == []
     parent, child = os.getpid(), os.fork()
     if child == 0:
         signal.pause()
     try:
-        assert child in oom.children(parent)
+        assert child in procfs.children(parent)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from phalanx import ports
+from phalanx.system import ports
 
 
 def test_the_command_of_an_owner_is_printed_without_its_control_characters() -> None:

@@ -14,6 +14,7 @@ from phalanx.launch import parse as launch_parse
 from phalanx.launch.agent.stopping import Stopping
 from phalanx.launch.spec import device_count, network
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
+from phalanx.system import cores
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
@@ -244,18 +245,10 @@ def test_processes_follow_the_cards() -> None:
     cards = {"CUDA_VISIBLE_DEVICES": "0,3"}
     assert parse("--nproc-per-node", "auto", "x.py", **cards).nproc_per_node == 2
     assert parse("--nproc-per-node", "gpu", "x.py", **cards).nproc_per_node == 2
-    assert parse("--nproc-per-node", "cpu", "x.py", **cards).nproc_per_node == device_count.usable_cores()
+    assert parse("--nproc-per-node", "cpu", "x.py", **cards).nproc_per_node == cores.usable()
     assert parse("--devices", "0,1", "x.py", **cards).nproc_per_node == 2
     assert parse("--devices", "0,1", "x.py", **cards).devices == ("0", "3")
     assert parse("x.py", **cards).nproc_per_node == 1
-
-
-def test_a_container_with_a_quota_has_fewer_cores(tmp_path: Path) -> None:
-    limit = tmp_path / "cpu.max"
-    limit.write_text("100000 100000\n")
-    assert device_count.usable_cores(limit) == 1
-    limit.write_text("max 100000\n")
-    assert device_count.usable_cores(limit) == device_count.usable_cores(tmp_path / "absent")
 
 
 def test_virtual_local_rank_gives_each_process_its_card() -> None:

@@ -23,7 +23,8 @@ from phalanx.launch.tidings import Tidings
 from phalanx.status import layout, rank_record
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals
-from phalanx.watchdog.stall import proc_sampler, progress, snapshot
+from phalanx.system import procfs
+from phalanx.watchdog.stall import progress, snapshot
 from phalanx.watchdog.stall.progress import Vigil
 from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
 from phalanx.watchdog.stall.threshold import Sighting
@@ -198,7 +199,7 @@ def test_a_name_that_is_cut_in_the_middle_of_a_character() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert proc_sampler.field_of(process.pid, "Pid") == str(process.pid)
+        assert procfs.status(process.pid)["Pid"] == str(process.pid)
         process.communicate(b"\n")
 
 

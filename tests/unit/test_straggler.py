@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import status
-from phalanx.diagnose import cgroups, processes
 from phalanx.launch.docket import Clerk, Docket
 from phalanx.launch.hearing import Court, Hearing
 from phalanx.launch.tidings import Tidings
 from phalanx.status import Window, layout
 from phalanx.status.page import StatusPage
+from phalanx.system import cgroups, procfs
 from phalanx.watchdog.straggler import conditions, straggler_text
 from phalanx.watchdog.straggler.conditions import Conditions
 from phalanx.watchdog.straggler.pace import Pace
@@ -310,29 +310,27 @@ def test_what_is_known_of_a_process() -> None:
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
-        (child,) = processes.family(parent.pid)
-        found, known = processes.facts(child), psutil.Process(child)
+        (child,) = procfs.descendants(parent.pid)
+        found, known = procfs.facts(child), psutil.Process(child)
         assert found is not None
         assert (found.pid, found.swapped) == (child, 0)
         assert found.state in "RS", "it has written its line, and goes to sleep"
         assert found.resident == pytest.approx(known.memory_info().rss, rel=0.1)
         assert found.cpu == pytest.approx(sum(known.cpu_times()[:2]), abs=0.05)
-        before = conditions.look(parent.pid)
+        before = conditions.looks([parent.pid])[parent.pid]
         parent.communicate()
-    assert before is not None
     assert before.cpu >= found.cpu, "those of its family are its own"
-    assert processes.facts(child) is None
-    assert processes.family(parent.pid) == []
+    assert procfs.facts(child) is None
+    assert procfs.descendants(parent.pid) == set()
+    assert conditions.looks([parent.pid]) == {}
 
 
 def test_conditions_are_shares_of_the_time_between_two_looks() -> None:
-    before = conditions.look(os.getpid())
+    before = conditions.looks([os.getpid()])[os.getpid()]
     deadline = time.process_time() + 0.2
     while time.process_time() < deadline:
         pass
-    after = conditions.look(os.getpid())
-    assert before is not None
-    assert after is not None
+    after = conditions.looks([os.getpid()])[os.getpid()]
     found = conditions.between(before, after)
     assert 0.15 / (after.at - before.at) < found.cpu < 1.6
     assert 0 < found.memory_used < 1

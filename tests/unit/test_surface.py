@@ -53,8 +53,8 @@ VIRTUAL_ENV
 """.split()
 
 HALLWAY = {
-    *("arguments", "attempt", "env", "errors", "events", "notices", "plain", "ports", "run_files", "secret", "seeds"),
-    *("status", "stores", "systems", "torch_compat"),
+    *("arguments", "attempt", "env", "errors", "events", "notices", "plain", "run_files", "secret", "seeds"),
+    *("status", "stores", "system", "torch_compat"),
 }
 
 EDGES = {
@@ -80,7 +80,6 @@ EDGES = {
     "notices": set(),
     "parallel": {"backends", "diagnose", "world"},  # diagnose only for the words about gradients that are missing
     "plain": set(),
-    "ports": set(),
     "recorder": set(),
     "run_files": set(),
     "secret": set(),
@@ -88,7 +87,7 @@ EDGES = {
     "shm": {"join"},
     "status": set(),
     "stores": set(),
-    "systems": set(),
+    "system": set(),
     "torch_compat": set(),
     "testing": {"launch", "parallel", "phalanx", "world"},
     "train": {"comm", "world"},

@@ -8,7 +8,7 @@ import time
 from importlib import metadata, util
 from pathlib import Path
 
-from phalanx.launch.spec.device_count import usable_cores
+from phalanx.system import cores
 
 
 def describe(*packages: str) -> dict[str, str]:
@@ -21,7 +21,7 @@ def describe(*packages: str) -> dict[str, str]:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "CPU": _cpu_model(),
-        "cores": f"{usable_cores()} usable of {os.cpu_count()}",
+        "cores": f"{cores.usable()} usable of {os.cpu_count()}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load at the start": " ".join(f"{load:.2f}" for load in os.getloadavg()),

@@ -15,14 +15,6 @@ def say(text: str) -> None:
     print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 
-def in_bytes(count: int) -> str:
-    """For people: three digits and a unit."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.{2 if count < 10 * size else 1}f} {unit}"
-    return f"{count} bytes"
-
-
 def note(rank: int, event: str, **fields: Any) -> None:
     """One line in the rank's event file, if ``phalanx run`` has made a place for it; its page holds the last step."""
     page = status.own()

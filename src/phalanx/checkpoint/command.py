@@ -13,9 +13,9 @@ from typing import Any
 
 from phalanx.argparser import Parser
 from phalanx.checkpoint.catalog import Entry, Shelf
-from phalanx.checkpoint.checkpoint_text import in_bytes
 from phalanx.checkpoint.storage.base import open_place
 from phalanx.errors import CheckpointError
+from phalanx.system.sizes import in_decimal_bytes
 
 _DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."
 
@@ -129,4 +129,4 @@ def _describe(entry: Entry) -> str:
 
 def _size(entry: Entry) -> str:
     assert entry.manifest is not None
-    return in_bytes(entry.manifest.bytes)
+    return in_decimal_bytes(entry.manifest.bytes)

@@ -19,13 +19,14 @@ from importlib.metadata import version
 import torch
 
 from phalanx.checkpoint.catalog import Shelf
-from phalanx.checkpoint.checkpoint_text import in_bytes, say
+from phalanx.checkpoint.checkpoint_text import say
 from phalanx.checkpoint.coordinator import Council
 from phalanx.checkpoint.copy_gate import Gate
 from phalanx.checkpoint.sharding import Copies
 from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, file_of
 from phalanx.checkpoint.storage.records import Share, disagreement, merged
 from phalanx.errors import CheckpointError
+from phalanx.system.sizes import in_decimal_bytes
 
 _FULL = "the disk is full."
 
@@ -212,8 +213,8 @@ class Saving:
     def _room(self) -> str:
         """For a full disk; known only when nothing of this save takes any more."""
         free = self._shelf.place.free_bytes()
-        room = "" if free is None else f", and {in_bytes(free)} are free"
-        return f" It needs {in_bytes(self._task.bytes)}{room}; make room there."
+        room = "" if free is None else f", and {in_decimal_bytes(free)} are free"
+        return f" It needs {in_decimal_bytes(self._task.bytes)}{room}; make room there."
 
     def _tell(self, problem: str) -> None:
         if problem:

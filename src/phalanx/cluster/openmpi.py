@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from phalanx import env
 from phalanx.cluster.situation import Situation, master_from, port_for
-from phalanx.ports import LOOPBACK
+from phalanx.system.ports import LOOPBACK
 
 _FAMILIES = {
     "OMPI_COMM_WORLD_RANK": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),

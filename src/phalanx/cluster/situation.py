@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx import env
 from phalanx.argparser import whole_number
 from phalanx.errors import UsageError
-from phalanx.ports import check_port
+from phalanx.system.ports import check_port
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from phalanx import env, systems
+from phalanx import env
 from phalanx.diagnose import gather_network, probe
-from phalanx.diagnose.cgroups import Allowance, allowance
 from phalanx.diagnose.facts import Cards, Cores, Facts, Limits, Memory, Python, Space
+from phalanx.system import cores, procfs
+from phalanx.system.cgroups import Allowance, allowance
 
 _TOOLS = ("ssh", "srun", "mpirun", "py-spy")
 
@@ -29,7 +30,7 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
             asked_ranks=ranks,
             python=python(environ),
             cards=_cards(environ),
-            cores=_cores(environ, allowed),
+            cores=_cores(environ),
             memory=_memory(allowed),
             shared_memory=space(Path("/dev/shm")),
             limits=_limits(allowed),
@@ -90,19 +91,14 @@ def _container() -> str | None:
 
 
 def _cards(environ: Mapping[str, str]) -> Cards:
-    driver = Path("/proc/driver/nvidia/version")
-    try:
-        first = driver.read_text().partition("\n")[0]
-    except OSError:
-        first = ""
+    first = procfs.nvidia_driver()
     version = next((word for word in first.split() if word[:1].isdigit()), None)
     nodes = [node for node in Path("/dev").glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdigit()]
     return Cards(version or (first or None), len(nodes), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def _cores(environ: Mapping[str, str], allowed: Allowance) -> Cores:
-    present = os.cpu_count() or 1
-    return Cores(present, systems.affinity(), allowed.cores, environ.get("OMP_NUM_THREADS"))
+def _cores(environ: Mapping[str, str]) -> Cores:
+    return Cores(*cores.count(), environ.get("OMP_NUM_THREADS"))
 
 
 def _memory(allowed: Allowance) -> Memory:

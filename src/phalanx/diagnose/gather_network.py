@@ -8,9 +8,9 @@ import socket
 import threading
 from collections.abc import Mapping
 
-from phalanx import ports
 from phalanx.diagnose.facts import Clock, Interface, Network
 from phalanx.errors import LaunchError, PortBusy
+from phalanx.system import ports
 
 _PORTS = (29400, 29500)
 """Torch's own: of its rendezvous, and of its launcher."""

@@ -15,13 +15,13 @@ from typing import Any
 
 from phalanx import events, status
 from phalanx.argparser import Parser
-from phalanx.diagnose import processes, rank_table
+from phalanx.diagnose import rank_table
 from phalanx.diagnose.rank_table import RankLook, Row
 from phalanx.diagnose.run_directory import as_written, read_json
 from phalanx.errors import UsageError
 from phalanx.failure.failure_text import shorten_path
-from phalanx.status.layout import start_ticks
 from phalanx.status.stack_parser import Thread, main_thread
+from phalanx.system import procfs
 from phalanx.watchdog.stall.dump_file import stack_lines
 from phalanx.watchdog.straggler import conditions
 
@@ -158,10 +158,9 @@ def _look(directory: Path, is_here: bool) -> dict[int, RankLook]:
         page, now = status.read(path), time.time()
         if page is None:
             continue
-        own = processes.facts(page.pid) if is_here else None
         # A pid may be somebody else's by now.
-        is_same = own is not None and own.state not in "ZX" and start_ticks(page.pid) == page.ticks
-        known = conditions.look(page.pid) if is_same else None
+        is_same = is_here and procfs.start_ticks(page.pid) == page.ticks
+        known = conditions.looks([page.pid]).get(page.pid) if is_same else None
         found[page.rank] = RankLook(
             now,
             page,
@@ -187,7 +186,7 @@ def _ending(event: Mapping[str, Any]) -> str:
 def _may_be_asked(directory: Path, rank: int, pid: int) -> bool:
     """Whoever wrote the page must own the process: a page can name any, and asking sends it a signal."""
     try:
-        return status.status_path(directory, rank).lstat().st_uid == Path(f"/proc/{pid}").stat().st_uid
+        return status.status_path(directory, rank).lstat().st_uid == procfs.owner(pid)
     except OSError:
         return False
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.diagnose.processes import ProcessFacts
 from phalanx.status import PHASES, Collective, Status, Window
 from phalanx.status.layout import DATA, OWN
+from phalanx.system.procfs import ProcessFacts
 from phalanx.watchdog.straggler import straggler_detector, straggler_text
 
 _LOOP = tuple(PHASES[phase] for phase in OWN)

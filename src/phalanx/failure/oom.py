@@ -6,16 +6,15 @@ processes of each control group it has killed, how often the group's limit was r
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.diagnose import cgroups
+from phalanx.system import cgroups, procfs
 
-_FIRST_PID_NAMESPACE = Path("pid:[4026531836]")
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel's log has the pids of the machine, which within a container are not ours."""
 _NEARLY_FULL = 0.98
 _KILLED = re.compile(
@@ -62,9 +61,9 @@ class Shortage:
 class Counters:
     """The counters that tell of this process and its children, which are in the same groups."""
 
-    def __init__(self, root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> None:
+    def __init__(self, root: Path = cgroups.ROOT, proc: Path = procfs.PROC) -> None:
         self._root, self._proc = root, proc
-        self._memory = (_field(cgroups.read(proc / "meminfo"), "MemTotal:") or 0) << 10
+        self._memory = procfs.memory(proc).get("MemTotal", 0)
         found = [(group, self._group(group)) for group in cgroups.binding("memory", root, proc / "self/cgroup")]
         counting = [(directory, group) for directory, group in found if group.kills is not None]
         limiting = [directory for directory, group in counting[1:] if group.limit is not None]
@@ -72,16 +71,16 @@ class Counters:
 
     def look(self) -> Look:
         """Once a second, so it reads no more than it has to."""
-        kills = 0 if self._groups else _field(cgroups.read(self._proc / "vmstat"), "oom_kill") or 0
+        kills = 0 if self._groups else procfs.oom_kills(self._proc)
         return Look(tuple(self._group(directory) for directory in self._groups), kills, self._memory)
 
     def _group(self, directory: Path) -> Group:
         limit = cgroups.number(directory / "memory.max")
-        events, peak = cgroups.read(directory / "memory.events"), None
-        kills, shortages = _field(events, "oom_kill"), _field(events, "oom")
+        events, peak = cgroups.counters(directory / "memory.events"), None
+        kills, shortages = events.get("oom_kill"), events.get("oom")
         if not events:  # version 1, or none at all
             limit = cgroups.number(directory / "memory.limit_in_bytes")
-            kills = _field(cgroups.read(directory / "memory.oom_control"), "oom_kill")
+            kills = cgroups.counters(directory / "memory.oom_control").get("oom_kill")
             shortages = cgroups.number(directory / "memory.failcnt")
             peak = cgroups.number(directory / "memory.max_usage_in_bytes")
         if limit is not None and limit >= cgroups.NO_LIMIT:
@@ -112,16 +111,14 @@ def shortage(before: Look, after: Look) -> Shortage | None:
     return Shortage(kills, after.machine_memory, "")
 
 
-def killed_by_log(
-    pids: Collection[int], log: Path = Path("/dev/kmsg"), namespace: Path = Path("/proc/self/ns/pid")
-) -> dict[int, int]:
+def killed_by_log(pids: Collection[int], log: Path = Path("/dev/kmsg"), namespace: str | None = None) -> dict[int, int]:
     """Which of these processes the kernel's log names as killed for memory, and their bytes in memory then.
 
     Empty where the log cannot be read, or speaks of the pids of another namespace.
     """
+    if (procfs.pid_namespace() if namespace is None else namespace) != _FIRST_PID_NAMESPACE:
+        return {}
     try:
-        if namespace.readlink() != _FIRST_PID_NAMESPACE:
-            return {}
         fd = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return {}
@@ -150,22 +147,3 @@ def _records(fd: int) -> list[str]:
         if not data:
             return found
         found += data.decode(errors="replace").splitlines()
-
-
-def resident(pid: int) -> int | None:
-    """Bytes that a process has in memory; None when it has ended."""
-    with contextlib.suppress(OSError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def children(pid: int) -> list[int]:
-    """That the main thread of a process has started: the workers of its loaders among them."""
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _field(text: str, name: str) -> int | None:
-    found = re.search(rf"^{re.escape(name)}\s+(\d+)", text, re.MULTILINE)
-    return int(found[1]) if found else None

@@ -2,11 +2,12 @@
 
 import sys
 
-from phalanx import entry_point, systems
+from phalanx import entry_point
+from phalanx.system import require_linux
 
 
 def _launch() -> int:
-    systems.require_linux("phalanx.launch")
+    require_linux("phalanx.launch")
     from phalanx.launch import command
 
     return command.launch(sys.argv[1:])

@@ -12,7 +12,7 @@ from phalanx.errors import UsageError
 from phalanx.launch.spec import device_count, network
 from phalanx.launch.spec.launch_spec import MOST_PROCESSES, LaunchSpec, Placement, placements, worker_environment
 from phalanx.launch.spec.network import Route
-from phalanx.ports import LOOPBACK
+from phalanx.system.ports import LOOPBACK
 
 
 def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:

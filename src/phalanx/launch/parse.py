@@ -15,7 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.launch import flags
 from phalanx.launch.spec import device_count
 from phalanx.launch.spec.launch_spec import MOST_PROCESSES, Fleet, LaunchSpec, Program
-from phalanx.ports import LOOPBACK, check_port
+from phalanx.system.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
 _CONF = ("join_timeout", "timeout", "last_call_timeout", "is_host")

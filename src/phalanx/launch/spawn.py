@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from phalanx import entry_point, ports, systems
+from phalanx import entry_point
 from phalanx.argparser import shown, whole_number
 from phalanx.errors import UsageError
 from phalanx.events import Ending
@@ -30,6 +30,7 @@ from phalanx.launch.spec.launch_spec import (
     placements,
     worker_environment,
 )
+from phalanx.system import ports, require_linux
 
 if TYPE_CHECKING:
     from phalanx.launch.process.zygote_client import Nursery
@@ -58,7 +59,7 @@ def spawn(
     ProcessExitedException for the rank that failed first, with its traceback. Without, it returns a context with
     ``join(timeout, grace_period)`` and ``pids()``. Works from a script's main module and from a notebook.
     """
-    systems.require_linux("phalanx.spawn")
+    require_linux("phalanx.spawn")
     if start_method != "spawn":
         raise UsageError(f"start_method is {start_method!r}; phalanx.spawn starts clean processes only ('spawn').")
     if not callable(fn):

@@ -14,13 +14,14 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx import events, ports, secret
+from phalanx import events, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spec import network, numa, preflight
 from phalanx.launch.spec.device_count import thread_setting, visible_cards
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.launch.spec.network import Route
+from phalanx.system import ports
 
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:

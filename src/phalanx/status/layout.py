@@ -24,7 +24,6 @@ record where both are equal and that is still the same when it looks again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from struct import Struct
 
 MAGIC = b"phx-stat"
@@ -79,15 +78,6 @@ DTYPES = (
 )
 NO_PLACE = NO_PEER = 0xFFFF
 NO_GROUP = 0xFFFFFF
-
-
-def start_ticks(pid: int | str) -> int:
-    """When a process began, in the kernel's ticks since it booted; 0 where that is not to be had."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return 0
-    return int(stat.rpartition(b")")[2].split()[19])  # the command's name may hold spaces and parentheses
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:

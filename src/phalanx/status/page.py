@@ -31,9 +31,9 @@ from phalanx.status.layout import (
     WAITED,
     WORD,
     runs_of,
-    start_ticks,
 )
 from phalanx.status.windows import Cutter
+from phalanx.system import procfs
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
@@ -85,7 +85,7 @@ class StatusPage:
         self._write_loop()
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
             self._words[word] = value
-        self._doubles[5], self._words[6] = self._since, start_ticks("self")
+        self._doubles[5], self._words[6] = self._since, procfs.start_ticks("self")
         self.memory[: len(layout.MAGIC)] = layout.MAGIC
 
     # ---- the loop

@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from phalanx import errors, plain, ports
+from phalanx import errors, plain
 from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
 from phalanx.store import tcp_store
+from phalanx.system import ports, procfs
 
 _SLICE = 2.0
 """After which it is looked whether the others are still there."""
@@ -40,7 +40,7 @@ class Claim:
     host: str
     pid: int
     born: float
-    """Start of the process, to tell it from a later one with the same pid."""
+    """Start of the process in ticks since the boot, to tell it from a later one with the same pid."""
     machine: str
     """The running kernel and its table of processes: only within one does a pid mean the same process."""
     note: str = ""
@@ -48,7 +48,7 @@ class Claim:
 
     @staticmethod
     def of_this_process(rank: int, world_size: int, note: str = "") -> Claim:
-        born = _birth(os.getpid()) or 0.0
+        born = procfs.start_ticks("self")
         return Claim(rank, world_size, socket.gethostname(), os.getpid(), born, _machine(), note)
 
     def __str__(self) -> str:
@@ -57,25 +57,11 @@ class Claim:
     @property
     def has_died(self) -> bool:
         """Known for certain only where its pid means anything to us."""
-        return self.machine == _machine() and _birth(self.pid) != self.born
+        return self.machine == _machine() and procfs.start_ticks(self.pid) != self.born
 
 
 def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _birth(pid: int) -> float | None:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
+    return f"{procfs.boot_id()} {procfs.pid_namespace()}".strip() or socket.gethostname()
 
 
 @dataclass(frozen=True)

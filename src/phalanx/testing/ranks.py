@@ -26,12 +26,12 @@ from collections.abc import Callable
 from multiprocessing import reduction, util
 from typing import Any
 
-from phalanx import ports
 from phalanx.errors import PhalanxError
 from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spawn import SpawnContext
 from phalanx.launch.spec.device_count import thread_setting
+from phalanx.system import ports
 from phalanx.torch_compat import COMPILER
 
 _warm: Nursery | None = None

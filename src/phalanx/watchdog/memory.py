@@ -17,6 +17,7 @@ from phalanx import events
 from phalanx.failure import oom
 from phalanx.failure.signal_meaning import memory_ran_out
 from phalanx.status.watched_rank import WatchedRank
+from phalanx.system import procfs
 
 _EVERY = 1.0
 _REMEMBERED = 10
@@ -99,8 +100,8 @@ class MemoryWatch:
             self._shared.append(shared)
         for member in members:
             if member.pid is not None and not member.exited:
-                for pid in (member.pid, *oom.children(member.pid)):
-                    self._remember(pid, oom.resident(pid))
+                for pid in (member.pid, *procfs.children(member.pid)):
+                    self._remember(pid, procfs.resident(pid))
 
     def _remember(self, pid: int, memory: int | None) -> None:
         if memory:

@@ -16,6 +16,7 @@ from typing import IO, cast
 from phalanx import run_files
 from phalanx.checkpoint.storage.base import ALIGNED, Place
 from phalanx.errors import UsageError
+from phalanx.system import procfs
 
 _LOCK = ".writer"
 _UNABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -190,10 +191,9 @@ def _default_mode() -> int:
 
 def _umask() -> int:
     """To set it, even for a moment, is to set it for all threads; so that is done only where nothing else shows it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
+    known = procfs.status("self").get("Umask")
+    if known is not None:
+        return int(known, 8)
     umask = os.umask(0o077)
     os.umask(umask)
     return umask

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.checkpoint.checkpoint_text import in_bytes
 from phalanx.checkpoint.storage.base import Fact, Place
 from phalanx.errors import CheckpointError
+from phalanx.system.sizes import in_decimal_bytes
 
 MANIFEST = "manifest.json"
 LEGACY, CURRENT = 1, 2
@@ -106,8 +106,9 @@ class Manifest:
         content = ("{\n" + ",\n".join([*lines, f'"check": {_check(fields)}']) + "\n}\n").encode()
         if len(content) > _MOST_BYTES:
             raise CheckpointError(
-                f"what is no tensor in the state of step {self.step} takes {in_bytes(len(content))}, and a checkpoint "
-                f"holds at most {in_bytes(_MOST_BYTES)} of it; turn large bytes and lists into tensors."
+                f"what is no tensor in the state of step {self.step} takes {in_decimal_bytes(len(content))}, and a "
+                f"checkpoint holds at most {in_decimal_bytes(_MOST_BYTES)} of it; turn large bytes and lists into "
+                "tensors."
             )
         return content
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.launch.spec.device_count import usable_cores
+from phalanx.system import cores, procfs
 from phalanx.torch_compat.dynamo import INIT_LOGS
 
 _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
@@ -184,13 +184,12 @@ def _openblas_threads(environ: Any) -> int:
     for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
         if environ.get(name, "").isdigit() and int(environ[name]) > 0:
             return int(environ[name])
-    return usable_cores()
+    return cores.usable()
 
 
 def _set_openblas_threads(count: int) -> None:
     """numpy's OpenBLAS was loaded with one thread, because a thread pool does not survive a fork."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    for library in {line.split(maxsplit=5)[-1] for line in maps if "openblas" in line}:
+    for library in {file for file in procfs.mapped_files() if "openblas" in file}:
         try:
             loaded = ctypes.CDLL(library)
         except OSError:  # replaced on disk since it was loaded

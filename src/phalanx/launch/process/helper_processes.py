@@ -9,9 +9,9 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from phalanx.diagnose.processes import where
 from phalanx.errors import LaunchError
 from phalanx.launch.process import process_tree
+from phalanx.system import procfs
 
 KILL_SECONDS = 3.0
 _STOPPED_SECONDS = 2.0
@@ -67,7 +67,7 @@ class Stopped:
             names: what each process does, by pid.
         """
         now = time.monotonic()
-        is_stopped = {pid for pid in names if process_tree.state(pid) == "T"}
+        is_stopped = {pid for pid in names if (found := procfs.stat(pid)) is not None and found.state == "T"}
         self._since = {pid: self._since.get(pid, now) for pid in is_stopped}
         due = [pid for pid, since in self._since.items() if at_once or now - since >= _STOPPED_SECONDS]
         for pid in due:
@@ -85,12 +85,12 @@ def end_with(
         spared: processes of the run that stay.
         workers: those that it has started, for the shared memory that they may have left.
     """
-    below = process_tree.descendants(zygote.pid) if zygote.poll() is None else set()
+    below = procfs.descendants(zygote.pid) if zygote.poll() is None else set()
     zygote.kill()
 
     def find() -> set[int]:
         zygote.poll()
-        return (process_tree.living(below) | process_tree.bearers(token)) - set(spared)
+        return (procfs.living(below) | process_tree.bearers(token)) - set(spared)
 
     left = process_tree.end_all(find, KILL_SECONDS)
     process_tree.remove_segments(workers)
@@ -101,6 +101,6 @@ def describe_left(left: Collection[int], ranks: Mapping[int, int]) -> list[str]:
     """A sentence for each process that even SIGKILL has not ended. ``ranks``: by pid."""
     return [
         f"{f'rank {ranks[pid]}' if pid in ranks else 'a process of this run'} cannot be ended, not even by SIGKILL: "
-        f"{where(pid)}; it is left behind"
+        f"{procfs.describe(pid)}; it is left behind"
         for pid in sorted(left)
     ]

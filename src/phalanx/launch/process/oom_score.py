@@ -8,16 +8,12 @@ counts for less, the zygote would need a right that it seldom has in a container
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-from pathlib import Path
 
-from phalanx.diagnose import cgroups
-from phalanx.failure import oom
+from phalanx.system import cgroups, procfs
 
-_SCORE = Path("/proc/self/oom_score_adj")
 _MOST = 100
 """Of the kernel's 1000, which stand for all memory that there is."""
 
@@ -27,10 +23,4 @@ def surplus() -> int:
     """In the zygote: what a worker has to add to its score, in thousandths of the memory that binds it."""
     limits = [cgroups.allowance().memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     memory = min(limit for limit in limits if limit is not None)
-    return min(_MOST, math.ceil(1000 * (oom.resident(os.getpid()) or 0) / memory))
-
-
-def offer(surplus: int) -> None:
-    """In a worker. What it starts, loaders among them, inherits it."""
-    with contextlib.suppress(OSError, ValueError):  # a system that does not let a process say so
-        _SCORE.write_text(str(min(1000, int(_SCORE.read_text()) + surplus)))
+    return min(_MOST, math.ceil(1000 * (procfs.resident(os.getpid()) or 0) / memory))

@@ -16,13 +16,15 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from phalanx.system import procfs
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TIDY_SECONDS = 1.0
 _LONGEST_SECONDS = 10.0
 
 # These outlive their parent on purpose, for a moment: they remove its shared-memory segments and semaphores.
-_TIDY_COMMANDS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
+_TIDY_COMMANDS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -48,53 +50,10 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _processes() -> dict[int, tuple[int, bool]]:
-    """pid to parent's pid, and whether it lives. Zombies are listed too: their children still hang below them."""
-    found = {}
-    for entry in os.listdir("/proc"):  # noqa: PTH208 (a thousand Path objects cost more than the reading)
-        if entry.isdigit():
-            with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as stat:  # noqa: PTH123
-                # The command's name stands in parentheses and may hold spaces and parentheses itself.
-                fields = stat.read().rpartition(b")")[2].split()
-                state, parent, threads = fields[0], int(fields[1]), int(fields[17])
-                # The main thread of a killed process may be a zombie while its other threads are still dying.
-                found[int(entry)] = parent, state not in (b"Z", b"X") or threads > 1
-    return found
-
-
-def descendants(root: int) -> set[int]:
-    """Every living process below ``root``."""
-    return set(families([root])[root])
-
-
-def families(roots: Collection[int]) -> dict[int, tuple[int, ...]]:
-    """The living processes below each of these, parents before their children."""
-    processes = _processes()
-    children: dict[int, list[int]] = {}
-    for pid, (parent, _) in processes.items():
-        children.setdefault(parent, []).append(pid)
-    found: dict[int, list[int]] = {}
-    for root in roots:
-        found[root] = [root]
-        for pid in found[root]:  # it grows meanwhile
-            found[root] += sorted(children.get(pid, ()))
-    return {root: tuple(pid for pid in below[1:] if processes[pid][1]) for root, below in found.items()}
-
-
-def living(pids: Collection[int]) -> set[int]:
-    """Those of them that have not ended."""
-    found = _processes() if pids else {}
-    return {pid for pid in pids if found.get(pid, (0, False))[1]}
-
-
 def bearers(token: str) -> set[int]:
     """Every living process that was started with this run's token, but not this one."""
     mark = f"PHALANX_RUN_TOKEN={token}".encode()
-    found = set()
-    for pid, (_, lives) in _processes().items():
-        with contextlib.suppress(OSError):
-            if lives and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.add(pid)
+    found = {pid for pid, stat in procfs.processes().items() if stat.lives and mark in procfs.environment(pid)}
     return found - {os.getpid()}
 
 
@@ -108,7 +67,7 @@ def end_all(find: Callable[[], Collection[int]], longest: float = _LONGEST_SECON
     give_up = time.monotonic() + longest  # a process inside a dead file system cannot be killed
     while True:
         living = set(find())
-        tidying = {pid for pid in living if _tidies_up(pid)}
+        tidying = {pid for pid in living if any(name in procfs.command(pid) for name in _TIDY_COMMANDS)}
         prey = living - tidying if time.monotonic() < patience else living
         for pid in prey:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -121,22 +80,6 @@ def end_all(find: Callable[[], Collection[int]], longest: float = _LONGEST_SECON
         time.sleep(0.002)
     remove_segments(ended)
     return living
-
-
-def _tidies_up(pid: int) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-    return any(name in command for name in _TIDY_COMMANDS)
-
-
-def state(pid: int) -> str:
-    """The kernel's letter for it; empty when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except OSError:
-        return ""
 
 
 def is_gone(pid: int, seconds: float) -> bool:

@@ -23,6 +23,7 @@ from phalanx.launch.process import keeper, oom_score, process_tree, torch_setup,
 from phalanx.launch.process.fresh_modules import Disguise
 from phalanx.launch.process.worker import FOR_THE_WORKERS
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.system import procfs
 
 _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")
 
@@ -109,7 +110,8 @@ class _Zygote:
         self.disguise.note_imports()
         gc.freeze()  # a collection in a worker must not touch, and so copy, every page shared with the others
         gc.enable()
-        threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+        own = procfs.stat("self")
+        threads = own.threads if own is not None else 1
         if threads > 1:
             self.why_not_fork = (
                 f"{threads - 1} thread(s) were started while importing {', '.join(self.setup['preload'])}"
@@ -173,7 +175,7 @@ class _Zygote:
         signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
         pid = os.fork()
         if pid == 0:
-            oom_score.offer(surplus)
+            procfs.raise_oom_score(surplus)
             signal.set_wakeup_fd(-1)
             for number, handler in {**self.handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
                 signal.signal(number, handler)
@@ -207,12 +209,12 @@ class _Zygote:
 
     def _sweep(self) -> set[int]:
         self._report_exits()
-        return process_tree.end_all(lambda: process_tree.descendants(os.getpid()) - {self.keeper_pid})
+        return process_tree.end_all(lambda: procfs.descendants(os.getpid()) - {self.keeper_pid})
 
     def end_everything(self) -> None:
         """The keeper last: should we be killed in the middle of this, it does the rest."""
-        process_tree.end_all(lambda: process_tree.descendants(os.getpid()) - {self.keeper_pid})
-        process_tree.end_all(lambda: process_tree.descendants(os.getpid()))
+        process_tree.end_all(lambda: procfs.descendants(os.getpid()) - {self.keeper_pid})
+        process_tree.end_all(lambda: procfs.descendants(os.getpid()))
 
 
 def _flush() -> None:

@@ -21,9 +21,10 @@ from functools import partial
 from phalanx import secret
 from phalanx.errors import LaunchError
 from phalanx.fd_channel import Channel
-from phalanx.launch.process import helper_processes, process_tree, python_command
+from phalanx.launch.process import helper_processes, python_command
 from phalanx.launch.process.helper_processes import HelperLost, how_ended
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.system import procfs
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,7 @@ class Nursery:
             if not self._keeper_pid and helper_processes.has_ended(self._process, helper_processes.KILL_SECONDS):
                 self.keeper_lost = helper_processes.describe_end(self._process)  # before it could start the keeper
             self.keeper.close()
-            if process_tree.state(self._keeper_pid):  # it is silent
+            if procfs.stat(self._keeper_pid) is not None:  # it is silent
                 with contextlib.suppress(ProcessLookupError):  # it has just ended after all
                     os.kill(self._keeper_pid, signal.SIGKILL)
             raise HelperLost(self.keeper_lost) from None

@@ -8,7 +8,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.remote.host_connection import Outpost
 from phalanx.launch.spec import network
 from phalanx.launch.spec.launch_spec import LaunchSpec, placements
-from phalanx.ports import LOOPBACK
+from phalanx.system.ports import LOOPBACK
 
 _MUST_AGREE = ("Python", "torch", "phalanx")
 

@@ -9,23 +9,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx import systems
 from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec, check_processes
-
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-
-
-def usable_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
-    """Cores this process may use: its affinity, and the container's quota if that is smaller."""
-    cores = systems.affinity()
-    try:
-        quota, period = cgroup_limit.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    if quota == "max":
-        return cores
-    return max(1, min(cores, int(quota) // int(period)))
+from phalanx.system import cores
 
 
 def thread_setting(
@@ -37,8 +23,8 @@ def thread_setting(
     """
     if "OMP_NUM_THREADS" in environ or (processes == 1 and bindings is None):
         return {}
-    bound = min((len(cpus) for cpus in bindings or ()), default=usable_cores())
-    return {"OMP_NUM_THREADS": str(max(1, min(usable_cores() // processes, bound)))}
+    bound = min((len(cpus) for cpus in bindings or ()), default=cores.usable())
+    return {"OMP_NUM_THREADS": str(max(1, min(cores.usable() // processes, bound)))}
 
 
 def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
@@ -59,7 +45,7 @@ def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
     count = environ.get("OMP_NUM_THREADS")
     if count == os.environ.get("OMP_NUM_THREADS"):
         return ""
-    how = f"cores {usable_cores()}, divided by ranks"
+    how = f"cores {cores.usable()}, divided by ranks"
     if spec.cpus is not None:
         how += f", at most those of --numa-binding {spec.numa_binding}"
     return f", OMP_NUM_THREADS={count} for each ({how})"
@@ -103,13 +89,13 @@ def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
 def process_count(asked: str, cards: tuple[str, ...]) -> int:
     """``--nproc-per-node``: a number, or cpu, gpu, auto."""
     if asked == "cpu":
-        return usable_cores()
+        return cores.usable()
     if asked == "gpu":
         if not cards:
             raise UsageError("--nproc-per-node gpu, but no CUDA GPU is visible here; give a number, or cpu.")
         return len(cards)
     if asked == "auto":
-        return len(cards) or usable_cores()
+        return len(cards) or cores.usable()
     try:
         count = int(asked)
     except ValueError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.errors import UsageError
-from phalanx.ports import LOOPBACK
+from phalanx.system.ports import LOOPBACK
 
 START_METHODS = ("auto", "fork", "exec")
 MOST_PROCESSES, MOST_NODES = 10_000, 100_000

@@ -22,6 +22,7 @@ from phalanx.shm.node import failures
 from phalanx.shm.node.failures import Names
 from phalanx.store import join
 from phalanx.store.join import Claim
+from phalanx.system import procfs
 
 _FILE = "phalanx-shm"
 _LARGEST_SLOT = 1 << 20
@@ -158,7 +159,7 @@ def _await_file(store: Any, owner: Claim, timeout: float) -> int:
 
 def _open(owner: Claim, fd: int) -> int:
     """Both numbers come from the store: they must lead to a memory file that a process of this user has made."""
-    path = f"/proc/{owner.pid}/fd/{fd}"
+    path = procfs.fd_path(owner.pid, fd)
     try:
         found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # nothing happens to whatever it is
         try:
@@ -172,7 +173,7 @@ def _open(owner: Claim, fd: int) -> int:
 
 
 def _checked(found: int, path: str) -> int:
-    own = f"/proc/self/fd/{found}"
+    own = procfs.fd_path("self", found)
     is_memory = os.readlink(own).startswith(f"/memfd:{_FILE} ")  # noqa: PTH115
     if not is_memory or os.fstat(found).st_uid != os.geteuid():
         raise ForeignData(f"{path} is not the memory of the group; somebody else can write to the store.")

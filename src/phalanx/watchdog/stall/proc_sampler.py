@@ -5,16 +5,13 @@ Nothing is read as long as the ranks get on.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from phalanx.diagnose.processes import ProcessFacts, facts, lock_holder
-from phalanx.launch import sockets
-from phalanx.launch.process import process_tree
 from phalanx.status.rank_record import Vitals
+from phalanx.system import procfs, tcp_bytes
+from phalanx.system.procfs import ProcessFacts
 
 
 @dataclass(frozen=True)
@@ -28,27 +25,9 @@ class Reading:
 
 
 def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None:
-    """None when there is no such process. ``connections``: see `sockets`."""
-    found = facts(pid)
-    return None if found is None else Reading(now, found, found.moved + sockets.moved_by(pid, connections))
-
-
-def field_of(pid: int, name: str) -> str:
-    """From /proc/PID/status; empty when it is not there."""
-    with contextlib.suppress(OSError):
-        # A name that a process has given itself is cut after 15 bytes, whatever character that is in.
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key == name:
-                return value.strip()
-    return ""
-
-
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
+    """None when there is no such process. ``connections``: see `tcp_bytes`."""
+    found = procfs.facts(pid)
+    return None if found is None else Reading(now, found, found.moved + tcp_bytes.moved_by(pid, connections))
 
 
 class Chart:
@@ -67,8 +46,8 @@ class Chart:
 
     def look(self, pids: Collection[int], now: float) -> None:
         """One more reading of these processes and all below them."""
-        self.families = process_tree.families(pids)
-        connections = sockets.moved_by_connection()
+        self.families = procfs.families(pids)
+        connections = tcp_bytes.moved_by_connection()
         everyone = [*pids, *(pid for family in self.families.values() for pid in family)]
         for pid in everyone:
             found = read(pid, now, connections)
@@ -92,7 +71,7 @@ class Chart:
             return None
         first, last = readings[0], readings[-1]
         seconds = max(last.at - first.at, 1e-3)
-        waits_in = _waits_in(pid)
+        waits_in = procfs.wchan(pid)
         return Vitals(
             pid=pid,
             state=last.facts.state,
@@ -111,16 +90,9 @@ class Chart:
 def _lock_holder(pid: int, waits_in: str) -> str:
     """Empty when it waits for no lock on a file; not every kernel says what it waits in."""
     may_wait = waits_in in ("", "0") or "lock" in waits_in
-    holder = lock_holder(pid) if may_wait else None
-    return "" if holder is None else f"pid {holder} ({command_of(holder)})"
+    holder = procfs.lock_holder(pid) if may_wait else None
+    return "" if holder is None else f"pid {holder} ({procfs.command(holder)})"
 
 
 def _is_mostly(state: str, readings: Collection[Reading]) -> bool:
     return 2 * sum(one.facts.state == state for one in readings) > len(readings)
-
-
-def _waits_in(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        return ""

@@ -13,7 +13,8 @@ from pathlib import Path
 from phalanx import status
 from phalanx.status.rank_record import Child, RankRecord
 from phalanx.status.watched_rank import WatchedRank
-from phalanx.watchdog.stall.proc_sampler import Chart, command_of
+from phalanx.system import procfs
+from phalanx.watchdog.stall.proc_sampler import Chart
 from phalanx.watchdog.stall.snapshot import Subject
 
 _SLEPT = 5.0
@@ -100,7 +101,7 @@ class Vigil:
             status=status.read(status.status_path(self._directory, rank)),
             quiet=now - self._moved_at.get(rank, now),
             vitals=vitals,
-            children=tuple(Child(one, command_of(one.pid)) for one in below if one is not None),
+            children=tuple(Child(one, procfs.command(one.pid)) for one in below if one is not None),
             exit_code=None if exited is None else exited.exit_code or -(exited.signal or 0),
             thread_death=member.thread_death,
         )

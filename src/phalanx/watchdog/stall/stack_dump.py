@@ -23,7 +23,7 @@ from pathlib import Path
 from phalanx import run_files, status
 from phalanx.status import stack_parser
 from phalanx.status.stack_parser import Thread
-from phalanx.watchdog.stall import proc_sampler
+from phalanx.system import procfs
 
 _MOST_AT_ONCE = 16
 _ANSWER = 0.5
@@ -124,12 +124,12 @@ def _tell(pid: int) -> bool:
 
 def _listens(pid: int) -> bool:
     """Whether it catches the signal, and runs: one that is stopped would answer after its return, to nobody."""
-    caught = int(proc_sampler.field_of(pid, "SigCgt") or "0", 16)
+    caught = int(procfs.status(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (status.STACK_SIGNAL - 1) & 1) and _is_running(pid)
 
 
 def _is_running(pid: int) -> bool:
-    return proc_sampler.field_of(pid, "State")[:1] not in ("", "T", "t", "Z")
+    return procfs.status(pid).get("State", "")[:1] not in ("", "T", "t", "Z")
 
 
 def _size(file: Path) -> int:
@@ -152,7 +152,7 @@ def _tail(file: Path, begin: int) -> str:
 def _by_py_spy(pid: int) -> tuple[Thread, ...]:
     """It reads the memory of a process that need not do anything for it, nor is it stopped for that."""
     program = _py_spy()
-    if program is None or not Path(f"/proc/{pid}").exists():
+    if program is None or procfs.stat(pid) is None:
         return ()
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
-from phalanx import systems
-from phalanx.diagnose import processes
-from phalanx.diagnose.processes import ProcessFacts
+from phalanx.system import cgroups, cores, procfs
+from phalanx.system.procfs import ProcessFacts
 
 _BUSY, _THROTTLED, _DISK, _FULL, _LOADED = 0.1, 0.01, 0.05, 0.9, 1.5
 """From where on they are worth a word."""
@@ -23,6 +22,8 @@ class Look:
     process: ProcessFacts
     cpu: float
     """Seconds, with all processes below it."""
+    throttled: float
+    """Seconds in which its control group, or one above it, had used up its quota."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,15 @@ class Conditions:
         return ", ".join(text for matters, text in known if matters).replace("%", " %")
 
 
-def look(pid: int) -> Look | None:
-    """None when it has ended."""
-    process = processes.facts(pid)
-    if process is None:
-        return None
-    below = [found for child in processes.family(pid) if (found := processes.facts(child)) is not None]
-    return Look(time.monotonic(), process, process.cpu + sum(child.cpu for child in below))
+def looks(pids: Collection[int]) -> dict[int, Look]:
+    """One look at each of these processes that has not ended."""
+    found = {}
+    for pid, below in procfs.families(pids).items():
+        process = procfs.facts(pid)
+        if process is not None:
+            cpu = process.cpu + sum(child.cpu for each in below if (child := procfs.facts(each)) is not None)
+            found[pid] = Look(time.monotonic(), process, cpu, cgroups.throttled(procfs.cgroups(pid)))
+    return found
 
 
 def between(before: Look, after: Look) -> Conditions:
@@ -78,21 +81,17 @@ def between(before: Look, after: Look) -> Conditions:
     return Conditions(
         cpu=round(max(0.0, after.cpu - before.cpu) / seconds, 3),
         queued=share(last.queued - first.queued),
-        throttled=share(last.throttled - first.throttled),
+        throttled=share(after.throttled - before.throttled),
         disk_wait=share(last.disk_wait - first.disk_wait),
         resident=last.resident,
         swapped=last.swapped,
         memory_used=round(_memory_used(), 3),
         load=round(os.getloadavg()[0], 2),
-        cores=systems.affinity(),
+        cores=cores.affinity(),
     )
 
 
-def _memory_used(meminfo: Path = Path("/proc/meminfo")) -> float:
-    try:
-        rows = [line.split() for line in meminfo.read_text().splitlines()]
-    except OSError:
-        return 0.0
-    kilobytes = {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1}
-    total, available = kilobytes.get("MemTotal", 0), kilobytes.get("MemAvailable", 0)
+def _memory_used() -> float:
+    memory = procfs.memory()
+    total, available = memory.get("MemTotal", 0), memory.get("MemAvailable", 0)
     return 1 - available / total if total else 0.0

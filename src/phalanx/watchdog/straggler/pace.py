@@ -83,8 +83,9 @@ class Pace:
         suspects = self._judge.suspects | self._found.keys()
         for rank in self._looks.keys() - suspects:
             del self._looks[rank]
+        looks = conditions.looks([living[rank] for rank in suspects & living.keys()])
         for rank in suspects & living.keys():
-            found = conditions.look(living[rank])
+            found = looks.get(living[rank])
             if found is None:
                 continue
             first = self._looks.setdefault(rank, found)
@@ -118,7 +119,8 @@ class Pace:
         if now < self._sent_at + _SEND_EVERY:
             return
         self._sent_at = now
-        looks = {rank: found for rank, pid in living.items() if (found := conditions.look(pid)) is not None}
+        known = conditions.looks(living.values())
+        looks = {rank: known[pid] for rank, pid in living.items() if pid in known}
         under = {
             rank: conditions.between(self._looks[rank], found) for rank, found in looks.items() if rank in self._looks
         }

@@ -1,8 +1,7 @@
-"""What differs between operating systems. Runs of several processes need Linux; a world of one works on any."""
+"""What the kernel and the operating system report of this machine and its processes."""
 
 from __future__ import annotations
 
-import os
 import sys
 
 from phalanx.errors import UsageError
@@ -18,8 +17,3 @@ def require_linux(what: str) -> None:
         raise UsageError(
             f"{what} needs Linux, and this is {name}: use {where}, or run the script alone (python train.py)."
         )
-
-
-def affinity() -> int:
-    """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""How many bytes each TCP connection of this machine has moved, as the kernel tells by netlink (what ``ss -ti`` shows).
+"""How many bytes each TCP connection of this machine has moved, as netlink reports (what ``ss -ti`` shows).
 
 What a process sends and receives by a socket is not counted among what it reads and writes.
 """
@@ -6,10 +6,11 @@ What a process sends and receives by a socket is not counted among what it reads
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 from collections.abc import Iterator, Mapping
+
+from phalanx.system import procfs
 
 _SOCK_DIAG = 4  # the netlink protocol
 _BY_FAMILY = 20  # the request
@@ -33,18 +34,8 @@ def moved_by_connection() -> dict[int, int]:
     return found
 
 
-def connections_of(pid: int) -> Iterator[int]:
-    """The inodes of a process's sockets."""
-    with contextlib.suppress(OSError):  # another user's, or it has ended
-        for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
-            with contextlib.suppress(OSError, ValueError):
-                kind, _, inode = os.readlink(f"/proc/{pid}/fd/{fd}").partition(":[")  # noqa: PTH115
-                if kind == "socket":
-                    yield int(inode.rstrip("]"))
-
-
 def moved_by(pid: int, connections: Mapping[int, int]) -> int:
-    return sum(connections.get(inode, 0) for inode in connections_of(pid))
+    return sum(connections.get(inode, 0) for inode in procfs.sockets(pid))
 
 
 def _ask(family: int) -> Iterator[tuple[int, int]]:
