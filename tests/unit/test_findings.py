@@ -21,6 +21,7 @@ from phalanx.events import (
 from phalanx.failure import crash_dump, failure_text
 from phalanx.failure.crash_loop import Repetition, identity
 from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_consequence
+from phalanx.source_lines import shorten_path
 
 MIB, GIB = 1 << 20, 1 << 30
 LOADER = """\
@@ -355,6 +356,6 @@ def test_a_path_when_the_working_directory_is_gone(tmp_path: Path, monkeypatch: 
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
-    assert failure_text.shorten_path(f"{gone}/train.py") == "train.py"
+    assert shorten_path(f"{gone}/train.py") == "train.py"
     gone.rmdir()
-    assert failure_text.shorten_path(f"{gone}/train.py") == f"{gone}/train.py"
+    assert shorten_path(f"{gone}/train.py") == f"{gone}/train.py"

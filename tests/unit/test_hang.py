@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose.user_code import is_users, program_of
 from phalanx.launch.hearing import Announcement, Court, Report
 from phalanx.launch.process import worker
+from phalanx.source_lines import is_users, program_of
 from phalanx.status import Collective, Group, Place, Status, rank_record
 from phalanx.status.rank_record import Child, RankRecord, ThreadDeath, Vitals
 from phalanx.status.stack_parser import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy

@@ -54,7 +54,7 @@ VIRTUAL_ENV
 
 HALLWAY = {
     *("arguments", "attempt", "env", "errors", "events", "notices", "plain", "run_files", "secret", "seeds"),
-    *("status", "stores", "system", "torch_compat"),
+    *("source_lines", "status", "stores", "system", "torch_compat"),
 }
 
 EDGES = {
@@ -85,6 +85,7 @@ EDGES = {
     "secret": set(),
     "seeds": set(),
     "shm": {"join"},
+    "source_lines": set(),
     "status": set(),
     "stores": set(),
     "system": set(),

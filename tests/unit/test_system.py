@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import source_lines
 from phalanx.store.join import Claim
 from phalanx.system import cgroups, cores, procfs
 from tests.unit.test_surface import SOURCE
@@ -50,6 +51,17 @@ def texts(tree: ast.Module) -> Iterator[str]:
 def test_proc_is_read_in_one_module() -> None:
     found = {name for name, tree in modules_with("/proc") if any(re.match("/proc(/|$)", text) for text in texts(tree))}
     assert found == READS_PROC
+
+
+def test_one_module_computes_paths_from_its_own() -> None:
+    """So a module can be moved, and its frames stay phalanx's."""
+    found = {
+        name
+        for name, tree in modules_with("__file__")
+        if any(isinstance(node, ast.Name) and node.id == "__file__" for node in ast.walk(tree))
+    }
+    assert found == {"source_lines.py", "native/library.py"}, "the compiled library lies beside the second"
+    assert Path(source_lines.PACKAGE_ROOT) == SOURCE
 
 
 def test_psutil_is_for_networks_and_other_systems() -> None:

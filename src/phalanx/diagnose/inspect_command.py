@@ -19,7 +19,7 @@ from phalanx.diagnose import rank_table
 from phalanx.diagnose.rank_table import RankLook, Row
 from phalanx.diagnose.run_directory import as_written, read_json
 from phalanx.errors import UsageError
-from phalanx.failure.failure_text import shorten_path
+from phalanx.source_lines import shorten_path
 from phalanx.status.stack_parser import Thread, main_thread
 from phalanx.system import procfs
 from phalanx.watchdog.stall.dump_file import stack_lines

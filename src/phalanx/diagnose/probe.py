@@ -14,9 +14,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from phalanx.diagnose.facts import Card, Torch
+from phalanx.source_lines import SYS_PATH_ENTRY
 
 _PATIENCE = 60.0
 """Seconds. A first import from a slow file system takes long, but not that long."""
@@ -113,9 +113,8 @@ class Probe:
 @contextlib.contextmanager
 def started(environ: Mapping[str, str]) -> Iterator[Probe]:
     """Starts it; it is gone when this is left."""
-    home = str(Path(__file__).parents[2])
     with subprocess.Popen(
-        [sys.executable, "-c", _CODE, str(os.getpid()), home],
+        [sys.executable, "-c", _CODE, str(os.getpid()), SYS_PATH_ENTRY],
         env=dict(environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

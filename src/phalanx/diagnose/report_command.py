@@ -15,8 +15,9 @@ from phalanx.argparser import Parser
 from phalanx.diagnose import run_directory
 from phalanx.diagnose.checkup import in_bytes
 from phalanx.diagnose.run_directory import RankTrace, Run
-from phalanx.failure.failure_text import clip, headline, shorten_path
+from phalanx.failure.failure_text import headline
 from phalanx.failure.signal_meaning import signal_name
+from phalanx.source_lines import clip, shorten_path
 from phalanx.status import Status
 
 _DESCRIPTION = """\

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from phalanx.events import Frame, NativeFrame
+from phalanx.source_lines import LAUNCHER, source_of
 
-_LAUNCHER = str(Path(__file__).parents[1] / "launch")
 _PYTHON_LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _NATIVE_LINE = re.compile(r'^  Binary file "(?P<library>.*)", at (?P<symbol>.*) \[0x[0-9a-f]+\]$')
 _DUMP = re.compile(
@@ -23,17 +22,15 @@ def python_frames(report: str) -> tuple[Frame, ...]:
 
     If that is a thread of C++, which Python does not know, it is the main thread's, which stands last.
     """
-    import linecache
-
     _, _, current = report.partition("Current thread 0x")
     current = current or report.rpartition("Thread 0x")[2]
     frames = []
     for line in current.splitlines()[1:]:
         found = _PYTHON_LINE.match(line)
-        if not found or found["file"].startswith(_LAUNCHER):
+        if not found or found["file"].startswith(LAUNCHER):
             break
         number = int(found["line"])
-        frames.append(Frame(found["file"], number, found["function"], linecache.getline(found["file"], number).strip()))
+        frames.append(Frame(found["file"], number, found["function"], source_of(found["file"], number)))
     return tuple(frames)
 
 

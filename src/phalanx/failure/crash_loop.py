@@ -6,7 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from phalanx.events import Ending
-from phalanx.failure.failure_text import headline, users_line
+from phalanx.failure.failure_text import headline
+from phalanx.source_lines import users_line
 
 SOON = 10.0
 """Seconds between one failure and the next."""

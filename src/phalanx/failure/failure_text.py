@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.diagnose.user_code import is_phalanx, is_users, program_of
 from phalanx.events import Ending, Frame, NativeFrame
 from phalanx.failure.root_cause import Verdict, last_words
 from phalanx.failure.signal_meaning import explanation, meaning
+from phalanx.source_lines import IN_ANOTHER_PROCESS, WIDTH, clip, shorten_path, telling_frames
 
-_WIDTH, _HEIGHT = 160, 15
+_HEIGHT = 15
 _SIDES = 3  # lines that are shown when ranks have called different collectives
-_IN_ANOTHER_PROCESS = re.compile(r"Caught \S+ in (?P<where>.+)\.\n")
-_NESTED_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)$', re.MULTILINE)
 _PLUMBING = ("libc.", "libc-", "libm.", "ld-linux", "libpthread", "libffi", "libpython", "python", "_ctypes.")
 
 
@@ -36,7 +32,7 @@ def failure_block(
     if attempts > 1:
         where.append(f"attempt {attempts}")
     lines += ["  " + ", ".join(where), *told]
-    lines += [clip(f"  at {_place(frame)}") for frame in _telling_frames(cause)]
+    lines += [clip(f"  at {_place(frame)}") for frame in telling_frames(cause)]
     lines += [clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
     for frame, ranks in verdict.elsewhere[:_SIDES]:
         lines.append(clip(f"  {_ranks(ranks)} at {_place(frame)}"))
@@ -65,7 +61,7 @@ def headline(ending: Ending) -> str:
         if error.type == "SystemExit":
             return f"sys.exit({error.message})"
         message = error.message.strip().splitlines()
-        elsewhere = _IN_ANOTHER_PROCESS.match(error.message)
+        elsewhere = IN_ANOTHER_PROCESS.match(error.message)
         if elsewhere is not None and len(message) > 1:  # torch has put a whole traceback into the message
             return f"{message[-1]} (in {elsewhere['where']})"
         return f"{error.type}: {message[0]}" if message else error.type
@@ -76,27 +72,9 @@ def headline(ending: Ending) -> str:
 
 def one_line(ending: Ending) -> str:
     """For the line that announces a restart."""
-    frames = _telling_frames(ending)
+    frames = telling_frames(ending)
     where = f" at {shorten_path(frames[-1].file)}:{frames[-1].line}" if frames else ""
     return clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
-
-
-def _telling_frames(ending: Ending) -> list[Frame]:
-    """The user's last lines, and the library's line where it happened if that is another one."""
-    frames = list(ending.error.frames) if ending.error else list(reversed(ending.crash))
-    program = program_of(frame.file for frame in frames)
-    if ending.error is not None and _IN_ANOTHER_PROCESS.match(ending.error.message):
-        nested = [Frame(file, int(line), *rest) for file, line, *rest in _NESTED_FRAME.findall(ending.error.message)]
-        frames = [frame for frame in frames if is_users(frame.file, program)] + nested
-    users = [frame for frame in frames if is_users(frame.file, program)]
-    last = [frame for frame in (frames[-1:] if users else frames) if not is_phalanx(frame.file)][-1:]
-    return users[-3:] + [frame for frame in last if frame not in users]
-
-
-def users_line(ending: Ending) -> Frame | None:
-    """The innermost line of the user's in which it ended, if that is known."""
-    program = program_of(frame.file for frame in (ending.error.frames if ending.error else reversed(ending.crash)))
-    return next((frame for frame in reversed(_telling_frames(ending)) if is_users(frame.file, program)), None)
 
 
 def _telling_native(ending: Ending) -> list[NativeFrame]:
@@ -110,15 +88,6 @@ def _place(frame: Frame) -> str:
     return f"{shorten_path(frame.file)}:{frame.line}{function}{source}"
 
 
-def shorten_path(file: str) -> str:
-    """Relative to the working directory, for what lies below it."""
-    try:
-        relative, here = os.path.relpath(file), os.getcwd()  # noqa: PTH109
-    except (ValueError, OSError):  # the working directory is gone
-        return file
-    return file if relative.startswith("..") or here == "/" else relative
-
-
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -129,12 +98,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _folded(text: str, most: int) -> list[str]:
     """A text as lines that fit; what is left over at the end of the last one is cut off."""
-    lines = textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     rest = [line.lstrip() for line in lines[most:]]
     return [*map(clip, lines[: most - 1]), clip(" ".join([lines[most - 1], *rest]))] if rest else lines
-
-
-def clip(line: str) -> str:
-    """As much of it as a line of a terminal shows, and nothing that could change one."""
-    line = "".join(character if character.isprintable() else " " for character in line)
-    return line if len(line) <= _WIDTH else line[: _WIDTH - 1] + "…"

@@ -4,36 +4,15 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
-import re
-import sys
-import sysconfig
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import CodeType, FrameType
 
+from phalanx.source_lines import PACKAGE_ROOT, STANDARD, program_package
 from phalanx.status import layout
 from phalanx.status.layout import NO_PLACE, WORD
 
-_STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _MOST_CODES = 10_000
-_HERE = str(Path(__file__).parent.parent) + os.sep
-_INSTALLED = re.compile(r".*/(?:site|dist)-packages/[^/]+")
-
-
-def installed_package(file: str) -> str:
-    """The installed package that a file belongs to, as the beginning of its files' paths; empty if it is in none.
-
-    The package of the program itself counts as the user's code: `python -m package.train`.
-    """
-    found = _INSTALLED.match(file)
-    return "" if found is None or file.startswith(_HERE) else found[0] + os.sep * (found.end() < len(file))
-
-
-def program_package() -> str:
-    """The installed package of the program that this process runs; empty for a script of the user's own."""
-    return installed_package(getattr(sys.modules.get("__main__"), "__file__", None) or "")
 
 
 class Places:
@@ -47,7 +26,7 @@ class Places:
         self._next_slot = itertools.count()
         self._sides: dict[int, int] = {}
         self._seen: list[CodeType] = []  # kept, so that no other code gets their ids
-        self._never = (_HERE, "<frozen", "<string>")
+        self._never = (PACKAGE_ROOT, "<frozen", "<string>")
         # One that a signal handler may take again: it may call a collective, wherever its thread is.
         self._lock = threading.RLock()
 
@@ -65,7 +44,7 @@ class Places:
         if "site-packages" in file or "dist-packages" in file:  # these may be below the standard library's
             program = program_package()
             return 2 if program and file.startswith(program) else 1
-        return 0 if file.startswith(_STANDARD) else 2
+        return 0 if file.startswith(STANDARD) else 2
 
     def find(self, frame: FrameType | None) -> int:
         """The number of the innermost line that is the user's; a library's if there is none."""

@@ -8,10 +8,8 @@ import linecache
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from phalanx.diagnose.user_code import is_users, program_of
-from phalanx.failure.failure_text import shorten_path
+from phalanx.source_lines import is_users, lines_of, program_of, shorten_path, source_of
 
 _THREAD = re.compile(
     r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?|Stack) \(most recent call first\):"
@@ -130,17 +128,8 @@ def with_sources(threads: Sequence[Thread]) -> tuple[Thread, ...]:
 
 
 def _with_source(line: Line) -> Line:
-    loops = enclosing_loops("".join(_lines_of(line.file)), line.line) if line.is_users else ()
+    loops = enclosing_loops("".join(lines_of(line.file)), line.line) if line.is_users else ()
     return replace(line, file=shorten_path(line.file), source=source_of(line.file, line.line), loops=loops)
-
-
-def source_of(file: str, line: int) -> str:
-    return dict(enumerate(_lines_of(file), 1)).get(line, "").strip()
-
-
-def _lines_of(file: str) -> list[str]:
-    """A stack that somebody else has written may name a pipe, where reading would never end."""
-    return linecache.getlines(file) if Path(file).is_file() else []
 
 
 def enclosing_loops(text: str, line: int) -> tuple[tuple[int, int], ...]:

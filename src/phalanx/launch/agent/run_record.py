@@ -15,6 +15,7 @@ from phalanx.errors import LaunchError
 from phalanx.failure import failure_text
 from phalanx.failure.root_cause import Verdict
 from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.source_lines import shorten_path
 
 
 class Record:
@@ -29,7 +30,7 @@ class Record:
         self._started = time.time()
         self._restarts: list[dict[str, Any]] = []
         self.host = socket.gethostname()
-        self.place = failure_text.shorten_path(str(directory))
+        self.place = shorten_path(str(directory))
         """The run directory, as a person would write it."""
         self._stragglers: list[Mapping[str, object]] = []
 
@@ -115,7 +116,7 @@ class Record:
             world_size=world_size,
             host=verdict.cause.host or self.host,
             started=self._started,
-            log=str(log) if elsewhere else failure_text.shorten_path(str(log)),
+            log=str(log) if elsewhere else shorten_path(str(log)),
             attempts=attempts,
         )
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from phalanx import status
 from phalanx.events import Ending, Frame
-from phalanx.failure.failure_text import users_line
 from phalanx.failure.oom import Counters
 from phalanx.failure.root_cause import is_victim
 from phalanx.launch.agent.attempt_run import Watch
@@ -19,8 +18,8 @@ from phalanx.launch.agent.run_record import Record
 from phalanx.launch.hearing import Hearing
 from phalanx.launch.output.agent_lines import Voice
 from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.source_lines import source_of, users_line
 from phalanx.status.rank_record import MESSAGES
-from phalanx.status.stack_parser import source_of
 from phalanx.watchdog.memory import MemoryWatch
 from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
 from phalanx.watchdog.straggler.pace import Pace

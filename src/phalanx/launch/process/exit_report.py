@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any
 
-from phalanx.diagnose.user_code import is_users
-from phalanx.failure.failure_text import shorten_path
 from phalanx.failure.missing_gradients import missing_gradients
+from phalanx.source_lines import is_users, program_package, shorten_path
 from phalanx.status.code_lines import program_package
 from phalanx.torch_compat import dataloader, ddp
 

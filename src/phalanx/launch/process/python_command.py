@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 
 def command(call: str, *, ahead: bool = False) -> list[str]:
@@ -12,7 +11,8 @@ def command(call: str, *, ahead: bool = False) -> list[str]:
     In it ``fresh`` names the modules that an interpreter has before anything of ours is imported.
     ``ahead``: this phalanx is taken before an installed one, in a process that has not got our PYTHONPATH.
     """
-    root = str(Path(__file__).parents[3])
+    from phalanx.source_lines import SYS_PATH_ENTRY as root  # not needed by every command that opens its streams
+
     module = call.partition("(")[0].rpartition(".")[0]
     add, remove = f"sys.path.append({root!r})", "sys.path.pop()"
     if ahead:
@@ -26,6 +26,6 @@ def command(call: str, *, ahead: bool = False) -> list[str]:
 
 def _flags() -> list[str]:
     """-O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children."""
-    import subprocess  # not needed by every command that opens its streams
+    import subprocess  # as above
 
     return subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]

@@ -32,10 +32,10 @@ from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process import exit_report, process_tree, python_command, torch_setup
 from phalanx.launch.process.fresh_modules import Disguise
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.source_lines import LAUNCHER
 from phalanx.status import layout
 from phalanx.torch_compat import names as torch_names
 
-_PACKAGE = str(Path(__file__).parents[1])
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
 FOR_THE_WORKERS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -247,7 +247,7 @@ def _user_side(trace: TracebackType | None) -> TracebackType | None:
     first = trace
     while first is not None:
         file = first.tb_frame.f_code.co_filename
-        if not (file.startswith(_PACKAGE) or file in ("<string>", "<frozen runpy>") or file == runpy.__file__):
+        if not (file.startswith(LAUNCHER) or file in ("<string>", "<frozen runpy>") or file == runpy.__file__):
             return first
         first = first.tb_next
     return None

@@ -20,6 +20,7 @@ from phalanx.errors import LaunchError
 from phalanx.launch.process import python_command
 from phalanx.launch.spec.hosts import is_here
 from phalanx.launch.spec.launch_spec import Fleet, Host
+from phalanx.source_lines import SYS_PATH_ENTRY
 
 _SSH_FAILED = 255
 # ssh takes the first value it finds, and its command line comes before the user's files. So what he may have set there
@@ -94,7 +95,7 @@ def find_way(host: Host, fleet: Fleet) -> Way:
 def _remote() -> list[str]:
     """The agents must be of the same phalanx as what they start, and that finds it by PYTHONPATH if we did."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    ahead = str(Path(__file__).parents[3]) in (str(Path(entry).absolute()) for entry in path if entry)
+    ahead = SYS_PATH_ENTRY in (str(Path(entry).absolute()) for entry in path if entry)
     return python_command.command("phalanx.launch.remote.remote_agent.main()", ahead=ahead)
 
 

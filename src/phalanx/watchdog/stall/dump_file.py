@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+from phalanx.source_lines import LAUNCHER
 from phalanx.status.rank_record import RankRecord, Vitals
 from phalanx.status.stack_parser import Thread
-
-_LAUNCHER = (str(Path(__file__).parents[2] / "launch"), "<string>")
 
 
 def dossier(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:
@@ -64,6 +62,9 @@ def _stacks(threads: Sequence[Thread]) -> Iterator[str]:
 
 def stack_lines(thread: Thread) -> Iterator[str]:
     """Innermost first, without the launcher's at the other end, which are the same for every rank."""
-    script = max((at for at, line in enumerate(thread.lines, 1) if not line.file.startswith(_LAUNCHER)), default=None)
+    script = max(
+        (at for at, line in enumerate(thread.lines, 1) if not line.file.startswith((LAUNCHER, "<string>"))),
+        default=None,
+    )
     for line in thread.lines[:script]:
         yield f"  {line.file}:{line.line} in {line.function}" + f": {line.source}" * bool(line.source)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import status
-from phalanx.failure.failure_text import shorten_path
+from phalanx.source_lines import shorten_path, source_of
 from phalanx.status.rank_record import UNNAMED, RankRecord
-from phalanx.status.stack_parser import source_of
 from phalanx.store import tcp_store
 from phalanx.watchdog.stall.stack_dump import Wanted, stacks_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.failure.failure_text import clip
+from phalanx.source_lines import clip
 from phalanx.status.layout import runs_of
 from phalanx.status.rank_record import MESSAGES, UNNAMED, Child, RankRecord
 from phalanx.status.stack_parser import Line
