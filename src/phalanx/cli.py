@@ -69,9 +69,9 @@ def _checkpoint(arguments: list[str]) -> int:
 
 
 def _doctor(arguments: list[str]) -> int:
-    from phalanx.diagnose import doctor
+    from phalanx.diagnose.doctor import command
 
-    return doctor.main(arguments)
+    return command.main(arguments)
 
 
 def _report(arguments: list[str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import env, torch_compat
-from phalanx.diagnose import check_software
+from phalanx.diagnose.doctor import software
 from tests.conftest import REPOSITORY
 
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
@@ -100,4 +100,4 @@ def test_the_oldest_versions_are_the_same_everywhere() -> None:
     oldest = torch_compat.as_text(torch_compat.OLDEST)
     assert f"torch>={oldest}" in project["dependencies"]
     assert f"{oldest} and newer" in (REPOSITORY / "docs" / "dependencies.md").read_text()
-    assert project["requires-python"] == f">={'.'.join(map(str, check_software._OLDEST_PYTHON))}"
+    assert project["requires-python"] == f">={'.'.join(map(str, software._OLDEST_PYTHON))}"

@@ -14,25 +14,17 @@ from typing import Any
 
 import pytest
 
-from phalanx.diagnose import check_machine, checkup, doctor, gather, gather_network, probe
-from phalanx.diagnose.checkup import Finding
-from phalanx.diagnose.facts import (
-    Card,
-    Cards,
-    Clock,
-    Cores,
-    Facts,
-    Interface,
-    Limits,
-    Memory,
-    Network,
-    Python,
-    Space,
-    Torch,
-)
+from phalanx.diagnose.doctor import command, machine, network, software, torch_probe
+from phalanx.diagnose.doctor.finding import Facts, Finding
+from phalanx.diagnose.doctor.machine import Limits, Memory, Space
+from phalanx.diagnose.doctor.network import Clock, Interface, Network
+from phalanx.diagnose.doctor.software import Python
+from phalanx.diagnose.doctor.torch_build import SystemGpus
+from phalanx.diagnose.doctor.torch_probe import Gpu, Torch
 from phalanx.errors import UsageError
 from phalanx.launch import start
 from phalanx.system.cgroups import Allowance, allowance
+from phalanx.system.cores import Cores
 from tests.conftest import REPOSITORY, Runner, read_terminal
 
 GIB = 1 << 30
@@ -52,8 +44,9 @@ HEALTHY = Facts(
         backends=("gloo",),
         library="version 4, avx2",
     ),
-    cards=Cards(None, 0, None),
-    cores=Cores(4, 4, None, None),
+    gpus=SystemGpus(None, 0, None),
+    cores=Cores(4, 4, None),
+    omp_num_threads=None,
     memory=Memory(16 * GIB, 12 * GIB, None, 0, 0),
     shared_memory=Space("/dev/shm", 8 * GIB, 8 * GIB),
     limits=Limits(1024, 1 << 20, None, 0, False),
@@ -81,19 +74,19 @@ def but(base: Facts = HEALTHY, /, **changes: dict[str, Any] | object) -> Facts:
 
 
 def ailments(facts: Facts) -> dict[str, Finding]:
-    return {each.name: each for each in doctor.examine(facts) if each.verdict in ("warning", "error")}
+    return {each.name: each for each in command.examine(facts) if each.verdict in ("warning", "error")}
 
 
 def test_a_healthy_machine_has_nothing() -> None:
-    findings = doctor.examine(HEALTHY)
+    findings = command.examine(HEALTHY)
     assert ailments(HEALTHY) == {}
-    assert len({each.name for each in findings}) == len(doctor.CHECKS) == 21
+    assert len({each.name for each in findings}) == len(command.CHECKS) == 21
     told = {each.name: each.value for each in findings}
     assert told["threads"] == "4 ranks × 1 thread on 4 cores"
     assert told["backends"] == "shm, gloo; not nccl, mpi"
     assert told["interfaces"] == "lo 127.0.0.1, eth0 10.0.0.5"
-    assert checkup.summary(findings) == "20 ok, 0 warnings, 0 errors"
-    assert checkup.exit_code(findings) == 0
+    assert command.summary(findings) == "20 ok, 0 warnings, 0 errors"
+    assert command.exit_code(findings) == 0
 
 
 DOCKER = replace(HEALTHY, container="docker")
@@ -154,20 +147,20 @@ MACHINES: dict[str, tuple[Facts, dict[str, tuple[str, str, str]]]] = {
         {"C library": ("warning", "no cc", "apt-get install gcc")},
     ),
     "a driver without cards": (
-        but(cards={"driver": "550.54"}),
+        but(gpus={"driver": "550.54"}),
         {"devices": ("warning", "no card, though there is a driver (550.54)", "--gpus all")},
     ),
     "cards and a torch for CPUs": (
-        but(cards={"driver": "550.54", "nodes": 2}),
+        but(gpus={"driver": "550.54", "nodes": 2}),
         {"devices": ("warning", "2 cards, driver 550.54, but this torch is for CPUs", "CUDA")},
     ),
     "cards that torch cannot use": (
-        but(cards={"driver": "470.1", "nodes": 1}, torch=CUDA),
+        but(gpus={"driver": "470.1", "nodes": 1}, torch=CUDA),
         {"devices": ("error", "driver too old", "nvidia-smi")},
     ),
-    "hidden cards": (but(cards={"driver": "550.54", "nodes": 1, "visible": ""}, torch=CUDA), {}),
+    "hidden cards": (but(gpus={"driver": "550.54", "nodes": 1, "visible": ""}, torch=CUDA), {}),
     "cards without nccl": (
-        but(torch={"cuda": "12.4", "cards": (Card("A100", 80 * GIB),) * 2}),
+        but(torch={"cuda": "12.4", "gpus": (Gpu("A100", 80 * GIB),) * 2}),
         {"backends": ("warning", "not nccl", "nccl")},
     ),
     "half a core": (
@@ -176,17 +169,17 @@ MACHINES: dict[str, tuple[Facts, dict[str, tuple[str, str, str]]]] = {
     ),
     "a quota that suffices": (but(DOCKER, cores={"quota": 2.5}), {}),
     "OMP_NUM_THREADS=32": (
-        but(cores={"omp_num_threads": "32"}),
+        but(omp_num_threads="32"),
         {"threads": ("warning", "4 ranks × 32 threads on 4 cores, by OMP_NUM_THREADS=32", "unset OMP_NUM_THREADS")},
     ),
     "OMP_NUM_THREADS=many": (
-        but(cores={"omp_num_threads": "many"}),
+        but(omp_num_threads="many"),
         {"threads": ("warning", "'many' is not a number", "unset OMP_NUM_THREADS")},
     ),
-    "OMP_NUM_THREADS=1,2": (but(cores={"omp_num_threads": "1,2"}), {}),
+    "OMP_NUM_THREADS=1,2": (but(omp_num_threads="1,2"), {}),
     "more ranks than cores": (but(asked_ranks=8), {"threads": ("warning", "8 ranks", "--nproc-per-node 4")}),
     "more ranks than cores, and OMP_NUM_THREADS=2": (
-        but(asked_ranks=8, cores={"omp_num_threads": "2"}),
+        but(asked_ranks=8, omp_num_threads="2"),
         {"threads": ("warning", "8 ranks × 2", "--nproc-per-node 4, and unset OMP_NUM_THREADS")},
     ),
     "little memory": (
@@ -274,23 +267,23 @@ def test_what_is_said_of_other_machines(machine: str) -> None:
         assert found[name].verdict == verdict
         assert value in found[name].value
         assert advice in found[name].advice
-    assert checkup.exit_code(doctor.examine(facts)) == any(verdict == "error" for verdict, *_ in expected.values())
-    for line in checkup.lines(doctor.examine(facts)):
+    assert command.exit_code(command.examine(facts)) == any(verdict == "error" for verdict, *_ in expected.values())
+    for line in command.lines(command.examine(facts)):
         assert "None" not in line
         assert "\n" not in line
 
 
-def test_cards_are_counted_and_give_the_number_of_ranks() -> None:
-    cards = (Card("A100", 80 * GIB), Card("A100", 80 * GIB), Card("T4", 16 * GIB))
-    facts = but(torch={"cuda": "12.4", "cards": cards, "backends": ("gloo", "nccl")}, cards={"driver": "550.54"})
-    told = {each.name: each.value for each in doctor.examine(facts)}
+def test_gpus_are_counted_and_give_the_number_of_ranks() -> None:
+    gpus = (Gpu("A100", 80 * GIB), Gpu("A100", 80 * GIB), Gpu("T4", 16 * GIB))
+    facts = but(torch={"cuda": "12.4", "gpus": gpus, "backends": ("gloo", "nccl")}, gpus={"driver": "550.54"})
+    told = {each.name: each.value for each in command.examine(facts)}
     assert told["devices"] == "2 × A100 with 80.0 GiB, 1 × T4 with 16.0 GiB, driver 550.54, CUDA 12.4"
     assert told["threads"] == "3 ranks × 1 thread on 4 cores"
 
 
 def test_the_lines() -> None:
     findings = [Finding("a", "fine"), Finding("long name", "bad", "error", "mend it"), Finding("b", "so", "info")]
-    assert checkup.lines(findings) == [
+    assert command.lines(findings) == [
         "ok       a          fine",
         "error    long name  bad; mend it",
         "–        b          so",
@@ -299,7 +292,7 @@ def test_the_lines() -> None:
 
 
 def test_the_same_numbers_as_phalanx_run() -> None:
-    assert [check_machine.files_needed(n) for n in (1, 64)] == [start.files_needed(n) for n in (1, 64)]
+    assert [machine.files_needed(n) for n in (1, 64)] == [start.files_needed(n) for n in (1, 64)]
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -370,33 +363,33 @@ def test_whose_phalanx_is_on_path(tmp_path: Path) -> None:
     ):
         command.write_text(f"{first}\nmain()\n")
         command.chmod(0o755)
-        found = gather.python({"PATH": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "env")})
+        found = software.read_python({"PATH": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "env")})
         assert (found.command, found.command_is_ours) == (str(command), expected), first
         assert found.active == str(tmp_path / "env")
-    assert gather.python({"PATH": "/nowhere"}).command is None
+    assert software.read_python({"PATH": "/nowhere"}).command is None
 
 
 def test_a_probe_that_dies_is_a_finding() -> None:
-    assert probe.parse("", "Illegal\ninstruction", -4).problem == (
+    assert torch_probe.parse("", "Illegal\ninstruction", -4).problem == (
         "importing it ended the interpreter with signal SIGILL (instruction)"
     )
-    assert probe.parse("", "", 3).problem == "importing it ended the interpreter with exit code 3"
+    assert torch_probe.parse("", "", 3).problem == "importing it ended the interpreter with exit code 3"
 
 
 def test_names_and_ports_are_asked_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     import socket
 
-    assert gather_network.resolve("127.0.0.1") == (("127.0.0.1",), None)
-    addresses, problem = gather_network.resolve("no-such-host.invalid")
+    assert network.resolve("127.0.0.1") == (("127.0.0.1",), None)
+    addresses, problem = network.resolve("no-such-host.invalid")
     assert (addresses, problem is None) == ((), False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert (gather_network.holder(port) or "").startswith(f"pid {os.getpid()} (")
-    assert gather_network.holder(port) is None
+        assert (network.holder(port) or "").startswith(f"pid {os.getpid()} (")
+    assert network.holder(port) is None
     asked, answered = socket.socketpair()
     with asked, answered:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_: asked.recv(1) and [])
-        assert gather_network.resolve("slow", patience=0.05) == ((), "no answer within 0.05 s")
+        assert network.resolve("slow", patience=0.05) == ((), "no answer within 0.05 s")
         answered.send(b"x")  # so that the thread can end
 
 
@@ -410,7 +403,7 @@ def test_this_machine(phalanx: Runner) -> None:
     assert outcome.code == any(each["verdict"] == "error" for each in findings)
     assert outcome.err == ""
     told = {each["name"]: each for each in findings}
-    assert len(told) == len(doctor.CHECKS)
+    assert len(told) == len(command.CHECKS)
     torch, numpy = _versions("torch", "numpy")
     assert re.fullmatch(rf"{re.escape(torch)}(\+\w+)?, imported in \d+\.\d s", told["torch"]["value"])
     assert told["numpy"]["value"] == numpy
@@ -437,7 +430,7 @@ def test_a_broken_torch_is_a_line_and_the_exit_code(phalanx: Runner, tmp_path: P
     assert re.match(rf"error    torch +cannot be imported from {file}: OSError: libgomp.so.1: not found; .*unset", line)
     assert any(re.match(r"warning  threads .*OMP_NUM_THREADS=32; .*unset OMP_NUM_THREADS", x) for x in outcome.lines)
     assert any(re.match(r"–        backends +not asked", line) for line in outcome.lines)
-    assert len(outcome.lines) == len(doctor.CHECKS) + 1
+    assert len(outcome.lines) == len(command.CHECKS) + 1
     assert re.fullmatch(r"\d+ ok, \d+ warnings?, 1 error", outcome.lines[-1])
 
 
@@ -483,22 +476,22 @@ def test_the_page_has_every_line() -> None:
         r"^\| ([^|`]+) \| [^|]+ \| [^|]+ \|$", (REPOSITORY / "docs/diagnose.md").read_text(), re.MULTILINE
     )
     assert rows[0] == "line"
-    assert rows[2:] == [each.name for each in doctor.examine(HEALTHY)]
+    assert rows[2:] == [each.name for each in command.examine(HEALTHY)]
 
 
 def test_help_and_wrong_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        doctor.main(["--help"])
+        command.main(["--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
     for word in ("warning", "error", "exit code", "--json", "--nproc-per-node"):
         assert word in text
     for wrong in (["--nproc-per-node", "0"], ["--nproc-per-node", "many"], ["2", "--node"]):
         with pytest.raises(UsageError, match=wrong[-1]):
-            doctor.main(wrong)
+            command.main(wrong)
 
 
 def test_it_starts_without_torch() -> None:
-    code = "import sys, phalanx.diagnose.doctor, phalanx.diagnose.gather; print('torch' in sys.modules)"
+    code = "import sys, phalanx.diagnose.doctor.command; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out == "False\n"

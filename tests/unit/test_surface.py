@@ -14,7 +14,8 @@ import pytest
 
 import phalanx
 from phalanx import cli, env, errors, testing
-from phalanx.diagnose import doctor, inspect_command, report_command
+from phalanx.diagnose import inspect_command, report_command
+from phalanx.diagnose.doctor import command as doctor
 from phalanx.launch import flags
 
 SOURCE = Path(phalanx.__file__).parent
@@ -221,7 +222,7 @@ def test_only_the_named_modules_of_launch_import_torch() -> None:
 
 
 def test_diagnose_imports_no_torch() -> None:
-    for path in (SOURCE / "diagnose").glob("*.py"):
+    for path in (SOURCE / "diagnose").rglob("*.py"):
         assert not any(module.partition(".")[0] in ("torch", "numpy") for module in _imports(path)), path.name
 
 

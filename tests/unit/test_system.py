@@ -25,8 +25,8 @@ READS_PROC = {
     "testing/namespaces.py",  # mounts one
 }
 IMPORTS_PSUTIL = {
-    "diagnose/gather.py",
-    "diagnose/gather_network.py",
+    "diagnose/doctor/machine.py",
+    "diagnose/doctor/network.py",
     "launch/spec/network.py",
     "shm/hierarchical/gloo_groups.py",
     "system/ports.py",
@@ -109,7 +109,7 @@ def test_cores_that_control_groups_allow(
         (tmp_path / name).write_text(f"{text}\n")
     found = cores.count(tmp_path, tmp_path / "membership")
     here = len(os.sched_getaffinity(0))
-    assert found == (os.cpu_count(), here, quota)
+    assert found == cores.Cores(os.cpu_count() or 1, here, quota)
     assert found.usable == (here if quota is None else max(1, min(here, int(quota))))
 
 

@@ -13,12 +13,12 @@ from typing import Any
 from phalanx import events, status
 from phalanx.argparser import Parser
 from phalanx.diagnose import run_directory
-from phalanx.diagnose.checkup import in_bytes
 from phalanx.diagnose.run_directory import RankTrace, Run
 from phalanx.failure.failure_text import headline
 from phalanx.failure.signal_meaning import signal_name
 from phalanx.source_lines import clip, shorten_path
 from phalanx.status import Status
+from phalanx.system.sizes import in_bytes
 
 _DESCRIPTION = """\
 Tells of a run how it was started, how it ended and why, how each rank ended, and where the logs are. Of one that still

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from phalanx.system import cgroups, procfs
 
 
-class Cores(NamedTuple):
+@dataclass(frozen=True)
+class Cores:
     present: int
     allowed: int
     """By this process's affinity."""

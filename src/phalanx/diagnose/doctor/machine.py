@@ -1,9 +1,18 @@
-"""Checks of what a machine has for its ranks: cores, memory, files, processes, disk. Pure functions of facts."""
+"""What a machine has for its ranks: cores, memory, open files, processes, disk."""
 
 from __future__ import annotations
 
-from phalanx.diagnose.checkup import Finding, having, in_bytes
-from phalanx.diagnose.facts import Facts
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx import env
+from phalanx.diagnose.doctor.finding import Facts, Finding, container_setting, counted
+from phalanx.system import procfs
+from phalanx.system.cgroups import Allowance
+from phalanx.system.sizes import in_bytes
 
 _MEMORY_OF_TORCH = 512 << 20
 """What a process that has imported torch and does something may well use."""
@@ -14,6 +23,106 @@ _SMALL_DISK = 1 << 30
 _TINY_DISK = 100 << 20
 
 
+@dataclass(frozen=True)
+class Memory:
+    """In bytes."""
+
+    total: int
+    available: int
+    limit: int | None
+    """By the container."""
+    used_of_limit: int
+    swap: int
+
+    @property
+    def left(self) -> int:
+        return self.available if self.limit is None else min(self.available, self.limit - self.used_of_limit)
+
+
+@dataclass(frozen=True)
+class Space:
+    """A file system, in bytes."""
+
+    path: str
+    total: int
+    free: int
+    is_writable: bool = True
+
+
+@dataclass(frozen=True)
+class Limits:
+    """None means that there is none."""
+
+    files_soft: int | None
+    files_hard: int | None
+    processes: int | None
+    processes_used: int
+    processes_by_container: bool
+    """Whose limit ``processes`` is: the container's, or the user's."""
+
+
+# ---- reading
+
+
+def read_memory(allowed: Allowance) -> Memory:
+    import psutil
+
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    limit = allowed.memory if allowed.memory is not None and allowed.memory < memory.total else None
+    return Memory(memory.total, memory.available, limit, allowed.memory_used, swap.total)
+
+
+def read_space(path: Path) -> Space | None:
+    """Of the file system there; None when there is nothing."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Space(str(path), usage.total, usage.free, os.access(path, os.W_OK | os.X_OK))
+
+
+def where_runs_go(environ: Mapping[str, str]) -> Space:
+    asked = environ.get(f"{env.PET_PREFIX}LOG_DIR") or "runs"
+    try:
+        directory = Path(asked).absolute()
+    except OSError:  # the working directory is gone
+        return Space(asked, 0, 0, is_writable=False)
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    found = read_space(there) if os.path.isdir(there) else None  # noqa: PTH112 (Path's raises where one may not look)
+    return Space(str(directory), 0, 0, is_writable=False) if found is None else replace(found, path=str(directory))
+
+
+def read_limits(allowed: Allowance) -> Limits:
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return Limits(None, None, None, 0, False)
+
+    def limit(kind: int) -> tuple[int | None, int | None]:
+        soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(kind))
+        return soft, hard
+
+    own = limit(resource.RLIMIT_NPROC)[0] if os.geteuid() else None  # root is not bound by its own
+    used = _threads_of(os.getuid()) if own is not None else 0
+    by_container = allowed.processes is not None and (
+        own is None or allowed.processes - allowed.processes_used < own - used
+    )
+    if by_container:
+        own, used = allowed.processes, allowed.processes_used
+    return Limits(*limit(resource.RLIMIT_NOFILE), own, used, by_container)
+
+
+def _threads_of(user: int) -> int:
+    """The kernel counts threads, not processes."""
+    own = (
+        found for pid, found in procfs.processes().items() if procfs.status(pid).get("Uid", "").startswith(f"{user}\t")
+    )
+    return sum(found.threads for found in own)
+
+
+# ---- judgement
+
+
 def cores(facts: Facts) -> Finding:
     found = facts.cores
     value = f"{found.usable} usable of {found.present}"
@@ -21,14 +130,16 @@ def cores(facts: Facts) -> Finding:
         return Finding("cores", value)
     value += f"; the container's quota is {found.quota:g}"
     if found.quota < 1:
-        advice = f"a rank is stopped most of the time: {_container(facts, '--cpus 2', 'resources.limits.cpu: 2')}"
+        advice = (
+            f"a rank is stopped most of the time: {container_setting(facts, '--cpus 2', 'resources.limits.cpu: 2')}"
+        )
         return Finding("cores", value, "warning", advice)
     return Finding("cores", value)
 
 
 def threads(facts: Facts) -> Finding:
     """Ranks and their OpenMP threads against the cores."""
-    ranks, usable, setting = facts.ranks, facts.cores.usable, facts.cores.omp_num_threads
+    ranks, usable, setting = facts.ranks, facts.cores.usable, facts.omp_num_threads
     each, source = max(1, usable // ranks), ""  # as phalanx run would set it
     if setting is not None:
         first = setting.partition(",")[0].strip()  # a list is for nested loops
@@ -36,7 +147,7 @@ def threads(facts: Facts) -> Finding:
             value = f"OMP_NUM_THREADS={setting!r} is not a number"
             return Finding("threads", value, "warning", "unset OMP_NUM_THREADS")
         each, source = int(first), f", by OMP_NUM_THREADS={setting}"
-    value = f"{_counted(ranks, 'rank')} × {_counted(each, 'thread')} on {_counted(usable, 'core')}{source}"
+    value = f"{counted(ranks, 'rank')} × {counted(each, 'thread')} on {counted(usable, 'core')}{source}"
     if ranks > usable:
         also = ", and unset OMP_NUM_THREADS" if each > 1 else ""
         return Finding("threads", value, "warning", f"they take turns: phalanx run --nproc-per-node {usable}{also}")
@@ -53,14 +164,14 @@ def memory(facts: Facts) -> Finding:
         value += f", the container's limit (the machine has {in_bytes(found.total)})"
     value += f", {in_bytes(found.swap)} swap" if found.swap else ", no swap"
     if found.limit is not None:
-        more = _container(facts, "--memory 16g", "resources.limits.memory: 16Gi")
+        more = container_setting(facts, "--memory 16g", "resources.limits.memory: 16Gi")
     else:
         more = "end other programs (ps aux --sort -rss)"
     if found.left < _MEMORY_OF_TORCH:
         return Finding("memory", value, "error", f"not even one rank fits well: {more}")
     if found.left < facts.ranks * _MEMORY_OF_TORCH:
         fitting = found.left // _MEMORY_OF_TORCH
-        advice = f"little for {_counted(facts.ranks, 'rank')}: {more}, or phalanx run --nproc-per-node {fitting}"
+        advice = f"little for {counted(facts.ranks, 'rank')}: {more}, or phalanx run --nproc-per-node {fitting}"
         return Finding("memory", value, "warning", advice)
     return Finding("memory", value)
 
@@ -79,7 +190,7 @@ def shared_memory(facts: Facts) -> Finding:
     if found.total >= _SMALL_SHM:
         advice = "somebody's files fill it: ls -l /dev/shm"
     elif facts.container:
-        advice = _container(facts, "--shm-size 8g", "an emptyDir with medium: Memory at /dev/shm")
+        advice = container_setting(facts, "--shm-size 8g", "an emptyDir with medium: Memory at /dev/shm")
     else:
         advice = "mount -o remount,size=8G /dev/shm"
     return Finding("/dev/shm", value, verdict, f"the workers of DataLoaders need more: {advice}")
@@ -88,7 +199,7 @@ def shared_memory(facts: Facts) -> Finding:
 def open_files(facts: Facts) -> Finding:
     soft, hard = facts.limits.files_soft, facts.limits.files_hard
     needed = files_needed(facts.ranks)
-    value = f"{_limit(soft)} at most (hard limit {_limit(hard)}), {_counted(facts.ranks, 'rank')} need {needed}"
+    value = f"{_limit(soft)} at most (hard limit {_limit(hard)}), {counted(facts.ranks, 'rank')} need {needed}"
     if hard is not None and hard < needed:
         return Finding("open files", value, "error", _more_files(facts))
     if soft is not None and soft < _FEW_FILES:
@@ -112,7 +223,7 @@ def processes(facts: Facts) -> Finding:
     whose = "the container's" if limits.processes_by_container else "this user's"
     value = f"{limits.processes_used} of {limits.processes} used, {whose} limit"
     if limits.processes_by_container:
-        advice = _container(facts, "--pids-limit -1", "podPidsLimit of the kubelet")
+        advice = container_setting(facts, "--pids-limit -1", "podPidsLimit of the kubelet")
     else:
         advice = "ulimit -u unlimited, or as root a line `* soft nproc unlimited` in /etc/security/limits.conf"
     if left < 8 * facts.ranks:
@@ -135,28 +246,11 @@ def disk(facts: Facts) -> Finding:
     return Finding("disk", value)
 
 
-def tools(facts: Facts) -> Finding:
-    """Nothing that must be there."""
-    there = [name for name, path in facts.tools.items() if path]
-    missing = [name for name, path in facts.tools.items() if not path]
-    return Finding("tools", having(there, missing), "info")
-
-
 def _more_files(facts: Facts) -> str:
     if facts.container:
-        return _container(facts, "--ulimit nofile=65536", "the limit of the container runtime")
+        return container_setting(facts, "--ulimit nofile=65536", "the limit of the container runtime")
     return "as root a line `* - nofile 65536` in /etc/security/limits.conf, then log in again"
-
-
-def _container(facts: Facts, flag: str, setting: str) -> str:
-    if facts.container == "kubernetes":
-        return f"in the pod's description {setting}"
-    return f"{'podman' if facts.container == 'podman' else 'docker'} run {flag} …"
 
 
 def _limit(value: int | None) -> str:
     return "unlimited" if value is None else str(value)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"

@@ -1,7 +1,7 @@
-"""What torch, and phalanx's C library with it, say of themselves: asked in a process of its own.
+"""What torch, and phalanx's C library with it, report of themselves, in a process of their own.
 
 So a torch that cannot be imported is a finding and not a traceback, one that crashes takes nobody with it, and
-everything else can be looked at meanwhile. This is the one place of the room with torch in it.
+everything else can be looked at meanwhile.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from phalanx.diagnose.facts import Card, Torch
 from phalanx.source_lines import SYS_PATH_ENTRY
 
 _PATIENCE = 60.0
@@ -67,12 +66,12 @@ def about_numpy():
         import torch
         torch.zeros(1).numpy()  # fails when torch was built for another numpy
 
-def about_cards():
+def about_gpus():
     import torch
     if found["cuda"]:
         torch.cuda.init()
-        every = [torch.cuda.get_device_properties(card) for card in range(torch.cuda.device_count())]
-        found["cards"] = [{"name": card.name, "bytes": card.total_memory} for card in every]
+        every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        found["gpus"] = [{"name": gpu.name, "bytes": gpu.total_memory} for gpu in every]
     elif hasattr(torch, "accelerator") and torch.accelerator.is_available():  # since 2.6
         found["accelerator"] = str(torch.accelerator.current_accelerator())
 
@@ -87,12 +86,45 @@ def about_library():
 ask("problem", about_torch)
 ask("numpy_problem", about_numpy)
 if found.get("version") and not found.get("problem"):
-    ask("cuda_problem", about_cards)
+    ask("cuda_problem", about_gpus)
     ask("library_problem", about_library)
 json.dump(found, answer)
 answer.close()
 os._exit(0)  # how long torch takes to leave is nobody's concern
 """
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What a process of its own found when it imported torch; it prints these fields as JSON."""
+
+    version: str | None = None
+    file: str | None = None
+    """From where it was, or would be, imported."""
+    problem: str | None = None
+    """Why it cannot be imported or used."""
+    is_missing: bool = False
+    seconds: float = 0.0
+    """What importing it took."""
+    numpy: str | None = None
+    numpy_problem: str | None = None
+    backends: tuple[str, ...] = ()
+    """Of gloo, nccl and mpi, those that it was built with."""
+    cuda: str | None = None
+    """The version of CUDA or ROCm that it was built for."""
+    cuda_problem: str | None = None
+    gpus: tuple[Gpu, ...] = ()
+    accelerator: str | None = None
+    """Another kind of device, such as xpu."""
+    library: str | None = None
+    """Version and instructions of phalanx's C library."""
+    library_problem: str | None = None
 
 
 class Probe:
@@ -132,7 +164,7 @@ def parse(out: str, err: str, code: int) -> Torch:
     if code == 0 and out:
         fields = json.loads(out)
         lists = {"backends": tuple(fields.get("backends", ()))}
-        return replace(Torch(**{**fields, **lists}), cards=tuple(Card(**card) for card in fields.get("cards", ())))
+        return replace(Torch(**{**fields, **lists}), gpus=tuple(Gpu(**gpu) for gpu in fields.get("gpus", ())))
     lines = err.strip().splitlines()
     last = f" ({lines[-1]})" if lines else ""
     try:
