@@ -1,4 +1,4 @@
-"""Listening sockets, and who holds a port.
+"""Listening sockets, who holds a port, and the addresses of this machine.
 
 A port is never "found free" and bound later by somebody else: it is bound here, and the open socket is handed to
 whoever will serve it. In between, connections wait in the backlog.
@@ -42,6 +42,17 @@ def listen(host: str, port: int) -> socket.socket:
             raise LaunchError(f"{host} is not an address of this machine; give one of its own.") from None
         raise
     return listener
+
+
+def interface_addresses() -> dict[str, list[str]]:
+    """The IPv4 and IPv6 addresses of each network interface of this machine."""
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
 
 
 def owner(port: int) -> str:

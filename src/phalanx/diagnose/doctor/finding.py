@@ -61,6 +61,13 @@ class Facts:
         return self.asked_ranks or len(self.torch.gpus) or self.cores.usable
 
 
+def judged(name: str, value: str, advice: str, *, error: bool = False, warning: bool = False) -> Finding:
+    """A finding that has the advice only where something is wrong."""
+    if not (error or warning):
+        return Finding(name, value)
+    return Finding(name, value, "error" if error else "warning", advice)
+
+
 def having(there: Sequence[str], missing: Sequence[str]) -> str:
     """``ssh, mpirun; not srun``."""
     return (", ".join(there) or "none") + ("; not " if missing else "") + ", ".join(missing)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx import env
-from phalanx.diagnose.doctor.finding import Facts, Finding, container_setting, counted
+from phalanx.diagnose.doctor.finding import Facts, Finding, container_setting, counted, judged
 from phalanx.system import procfs
 from phalanx.system.cgroups import Allowance
 from phalanx.system.sizes import in_bytes
@@ -114,10 +114,8 @@ def read_limits(allowed: Allowance) -> Limits:
 
 def _threads_of(user: int) -> int:
     """The kernel counts threads, not processes."""
-    own = (
-        found for pid, found in procfs.processes().items() if procfs.status(pid).get("Uid", "").startswith(f"{user}\t")
-    )
-    return sum(found.threads for found in own)
+    known = procfs.processes().items()
+    return sum(found.threads for pid, found in known if procfs.status(pid).get("Uid", "").startswith(f"{user}\t"))
 
 
 # ---- judgement
@@ -129,12 +127,8 @@ def cores(facts: Facts) -> Finding:
     if found.quota is None or found.quota >= found.allowed:
         return Finding("cores", value)
     value += f"; the container's quota is {found.quota:g}"
-    if found.quota < 1:
-        advice = (
-            f"a rank is stopped most of the time: {container_setting(facts, '--cpus 2', 'resources.limits.cpu: 2')}"
-        )
-        return Finding("cores", value, "warning", advice)
-    return Finding("cores", value)
+    more = container_setting(facts, "--cpus 2", "resources.limits.cpu: 2")
+    return judged("cores", value, f"a rank is stopped most of the time: {more}", warning=found.quota < 1)
 
 
 def threads(facts: Facts) -> Finding:
@@ -151,10 +145,8 @@ def threads(facts: Facts) -> Finding:
     if ranks > usable:
         also = ", and unset OMP_NUM_THREADS" if each > 1 else ""
         return Finding("threads", value, "warning", f"they take turns: phalanx run --nproc-per-node {usable}{also}")
-    if ranks * each > usable:
-        advice = "they get in each other's way: unset OMP_NUM_THREADS (phalanx run then divides the cores)"
-        return Finding("threads", value, "warning", advice)
-    return Finding("threads", value)
+    advice = "they get in each other's way: unset OMP_NUM_THREADS (phalanx run then divides the cores)"
+    return judged("threads", value, advice, warning=ranks * each > usable)
 
 
 def memory(facts: Facts) -> Finding:
@@ -162,18 +154,15 @@ def memory(facts: Facts) -> Finding:
     value = f"{in_bytes(found.left)} free of {in_bytes(found.limit or found.total)}"
     if found.limit is not None:
         value += f", the container's limit (the machine has {in_bytes(found.total)})"
-    value += f", {in_bytes(found.swap)} swap" if found.swap else ", no swap"
-    if found.limit is not None:
         more = container_setting(facts, "--memory 16g", "resources.limits.memory: 16Gi")
     else:
         more = "end other programs (ps aux --sort -rss)"
+    value += f", {in_bytes(found.swap)} swap" if found.swap else ", no swap"
     if found.left < _MEMORY_OF_TORCH:
         return Finding("memory", value, "error", f"not even one rank fits well: {more}")
-    if found.left < facts.ranks * _MEMORY_OF_TORCH:
-        fitting = found.left // _MEMORY_OF_TORCH
-        advice = f"little for {counted(facts.ranks, 'rank')}: {more}, or phalanx run --nproc-per-node {fitting}"
-        return Finding("memory", value, "warning", advice)
-    return Finding("memory", value)
+    fitting = found.left // _MEMORY_OF_TORCH
+    advice = f"little for {counted(facts.ranks, 'rank')}: {more}, or phalanx run --nproc-per-node {fitting}"
+    return judged("memory", value, advice, warning=facts.ranks > fitting)
 
 
 def shared_memory(facts: Facts) -> Finding:
@@ -184,16 +173,14 @@ def shared_memory(facts: Facts) -> Finding:
     value = f"{in_bytes(found.free)} free of {in_bytes(found.total)}"
     if not found.is_writable:
         return Finding("/dev/shm", f"{value}, but it cannot be written", "error", "chmod 1777 /dev/shm")
-    if found.free >= _SMALL_SHM:
-        return Finding("/dev/shm", value)
-    verdict = "error" if found.free < _TINY_SHM else "warning"
     if found.total >= _SMALL_SHM:
         advice = "somebody's files fill it: ls -l /dev/shm"
     elif facts.container:
         advice = container_setting(facts, "--shm-size 8g", "an emptyDir with medium: Memory at /dev/shm")
     else:
         advice = "mount -o remount,size=8G /dev/shm"
-    return Finding("/dev/shm", value, verdict, f"the workers of DataLoaders need more: {advice}")
+    advice = f"the workers of DataLoaders need more: {advice}"
+    return judged("/dev/shm", value, advice, error=found.free < _TINY_SHM, warning=found.free < _SMALL_SHM)
 
 
 def open_files(facts: Facts) -> Finding:
@@ -226,11 +213,7 @@ def processes(facts: Facts) -> Finding:
         advice = container_setting(facts, "--pids-limit -1", "podPidsLimit of the kubelet")
     else:
         advice = "ulimit -u unlimited, or as root a line `* soft nproc unlimited` in /etc/security/limits.conf"
-    if left < 8 * facts.ranks:
-        return Finding("processes", value, "error", advice)
-    if left < 32 * facts.ranks:
-        return Finding("processes", value, "warning", advice)
-    return Finding("processes", value)
+    return judged("processes", value, advice, error=left < 8 * facts.ranks, warning=left < 32 * facts.ranks)
 
 
 def disk(facts: Facts) -> Finding:
@@ -239,11 +222,8 @@ def disk(facts: Facts) -> Finding:
     elsewhere = "phalanx run --log-dir DIR puts them elsewhere"
     if not found.is_writable:
         return Finding("disk", f"{found.path}, where runs go, cannot be written", "error", elsewhere)
-    if found.free < _TINY_DISK:
-        return Finding("disk", value, "error", f"make room; {elsewhere}")
-    if found.free < _SMALL_DISK:
-        return Finding("disk", value, "warning", f"make room; {elsewhere}")
-    return Finding("disk", value)
+    advice = f"make room; {elsewhere}"
+    return judged("disk", value, advice, error=found.free < _TINY_DISK, warning=found.free < _SMALL_DISK)
 
 
 def _more_files(facts: Facts) -> str:

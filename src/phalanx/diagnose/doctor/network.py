@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import queue
 import socket
+import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.diagnose.doctor.finding import Facts, Finding, having
+from phalanx.diagnose.doctor.finding import Facts, Finding, having, judged
 from phalanx.errors import LaunchError, PortBusy
 from phalanx.system import ports as system_ports
 
+_TIMEX = struct.Struct("@Illlli")
+"""The first fields of the kernel's struct timex: modes, offset, frequency, largest and estimated error, status."""
+_UNSYNCHRONISED = 0x40
 TOOLS = ("ssh", "srun", "mpirun", "py-spy")
 _ALONE = "only for several machines:"
 _PORTS = (29400, 29500)
@@ -88,16 +92,9 @@ def resolve(host: str, patience: float = _RESOLVE_SECONDS) -> tuple[tuple[str, .
 def _interfaces() -> tuple[Interface, ...]:
     import psutil
 
-    families = (socket.AF_INET, socket.AF_INET6)
     states = psutil.net_if_stats()
-    return tuple(
-        Interface(
-            name,
-            tuple(entry.address.partition("%")[0] for entry in entries if entry.family in families),
-            name in states and states[name].isup,
-        )
-        for name, entries in psutil.net_if_addrs().items()
-    )
+    found = system_ports.interface_addresses()
+    return tuple(Interface(name, tuple(own), name in states and states[name].isup) for name, own in found.items())
 
 
 def holder(port: int) -> str | None:
@@ -111,33 +108,15 @@ def holder(port: int) -> str | None:
     return None
 
 
-class _Timex(ctypes.Structure):
-    """The first fields of the kernel's struct timex; all others are read by nobody here."""
-
-    _fields_ = (
-        ("modes", ctypes.c_uint),
-        ("offset", ctypes.c_long),
-        ("freq", ctypes.c_long),
-        ("maxerror", ctypes.c_long),
-        ("esterror", ctypes.c_long),
-        ("status", ctypes.c_int),
-        ("rest", ctypes.c_char * 256),
-    )
-
-
-_UNSYNCHRONISED = 0x40
-
-
 def read_clock() -> Clock:
     """By the kernel, which a service like chrony or systemd-timesyncd tells how good the clock is."""
-    state = _Timex()
+    state = ctypes.create_string_buffer(512)
     try:
-        result = ctypes.CDLL(None).adjtimex(ctypes.byref(state))
+        is_known = ctypes.CDLL(None).adjtimex(state) >= 0
     except AttributeError:  # not Linux
-        return Clock(None, None)
-    if result < 0:
-        return Clock(None, None)
-    return Clock(not state.status & _UNSYNCHRONISED, state.maxerror / 1e6)
+        is_known = False
+    *_, largest_error, _, status = _TIMEX.unpack_from(state)
+    return Clock(not status & _UNSYNCHRONISED, largest_error / 1e6) if is_known else Clock(None, None)
 
 
 # ---- judgement
@@ -181,10 +160,8 @@ def interfaces(facts: Facts) -> Finding:
 def ports(facts: Facts) -> Finding:
     """The two that torch takes when it is told none."""
     told = [f"{port} {'free' if who is None else f'taken by {who}'}" for port, who in facts.network.ports.items()]
-    if any(facts.network.ports.values()):
-        advice = "phalanx run takes a free one by itself; where you give one (--master-port), give another"
-        return Finding("ports", ", ".join(told), "warning", advice)
-    return Finding("ports", ", ".join(told))
+    advice = "phalanx run takes a free one by itself; where you give one (--master-port), give another"
+    return judged("ports", ", ".join(told), advice, warning=any(facts.network.ports.values()))
 
 
 def clock(facts: Facts) -> Finding:

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from phalanx.errors import UsageError
+from phalanx.system.ports import interface_addresses
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def resolve(host: str, what: str) -> str:
 
 def is_own(address: str) -> bool:
     """Whether it belongs to one of this machine's interfaces."""
-    return address in {found for addresses in _interfaces().values() for found in addresses}
+    return address in {found for addresses in interface_addresses().values() for found in addresses}
 
 
 def leads_here(name: str) -> bool:
@@ -77,25 +78,15 @@ def _own_address_towards(target: str, name: str) -> str:
     return target if is_own(target) else own
 
 
-def _interfaces() -> dict[str, list[str]]:
-    import psutil
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
-
-
 def _interface_of(address: str) -> str:
-    for name, addresses in _interfaces().items():
+    for name, addresses in interface_addresses().items():
         if address in addresses:
             return name
     raise AssertionError(f"the kernel chose {address}, which belongs to no interface")
 
 
 def _address_of(interface: str) -> str:
-    found = _interfaces()
+    found = interface_addresses()
     if interface not in found or not found[interface]:
         there = ", ".join(name for name, addresses in found.items() if addresses)
         raise UsageError(f"--interface {interface} does not exist or has no address; there are {there}.")
