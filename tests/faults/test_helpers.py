@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from phalanx.fd_channel import Channel
-from phalanx.launch.process import process_tree
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import Nursery
 from phalanx.system import ports, procfs
@@ -150,7 +149,8 @@ def test_where_a_process_hangs(tmp_path: Path) -> None:
 def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    monkeypatch.setattr(process_tree, "state", lambda pid: "S")  # as it was a moment ago
+    sleeping = procfs.stat(os.getpid())
+    monkeypatch.setattr(procfs, "stat", lambda pid: sleeping)  # as it was a moment ago
     ours, theirs = Channel.pair()
     theirs.close()
     nursery = Nursery.__new__(Nursery)
