@@ -44,6 +44,11 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def is_loopback(address: str) -> bool:
+    """An address that means another machine on every machine."""
+    return address.startswith("127.") or address == "::1"
+
+
 def interface_addresses() -> dict[str, list[str]]:
     """The IPv4 and IPv6 addresses of each network interface of this machine."""
     import psutil

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
     """Everything about this machine; ``ranks`` is what the user means to start on it."""
-    with torch_probe.started(environ) as torch:  # which takes longest, so the rest happens meanwhile
+    with torch_probe.started(environ) as probe:  # which takes longest, so the rest happens meanwhile
         allowed = allowance()
         return Facts(
             platform=sys.platform,
@@ -69,7 +69,7 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
             clock=network.read_clock(),
             runs=machine.where_runs_go(environ),
             tools={name: shutil.which(name, path=environ.get("PATH")) for name in network.TOOLS},
-            torch=torch.answer(),
+            torch=torch_probe.answer(probe),
         )
 
 

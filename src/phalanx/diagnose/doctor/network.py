@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from phalanx.diagnose.doctor.finding import Facts, Finding, having, judged
 from phalanx.errors import LaunchError, PortBusy
 from phalanx.system import ports as system_ports
+from phalanx.system.ports import is_loopback
 
 _TIMEX = struct.Struct("@Illlli")
 """The first fields of the kernel's struct timex: modes, offset, frequency, largest and estimated error, status."""
@@ -134,7 +135,7 @@ def host_name(facts: Facts) -> Finding:
         advice = f"{_ALONE} give {address} to --master-addr or -H, or write `{address} {found.host}` into /etc/hosts"
     if found.resolve_problem is not None:
         return Finding("host name", f"{found.host}, not resolved ({found.resolve_problem})", "warning", advice)
-    if all(map(_is_loopback, found.resolved)):
+    if all(map(is_loopback, found.resolved)):
         value = f"{found.host} is {addresses}, which other machines cannot reach"
         return Finding("host name", value, "warning", advice)
     if not own.intersection(found.resolved):
@@ -146,7 +147,7 @@ def interfaces(facts: Facts) -> Finding:
     found = facts.network
     told = [f"{each.name} {' '.join(_short(each.addresses))}" for each in found.interfaces if _short(each.addresses)]
     value = ", ".join(told) or "none has an address"
-    loopbacks = [each for each in found.interfaces if any(map(_is_loopback, each.addresses))]
+    loopbacks = [each for each in found.interfaces if any(map(is_loopback, each.addresses))]
     if not any(each.is_up for each in loopbacks):
         return Finding("interfaces", f"{value}; loopback is down", "error", "ip link set lo up")
     wanted = found.gloo_interface.split(",") if found.gloo_interface else []
@@ -185,13 +186,9 @@ def tools(facts: Facts) -> Finding:
 
 def _reachable_address(network: Network) -> str | None:
     every = [address for each in network.interfaces if each.is_up for address in _short(each.addresses)]
-    return next((address for address in every if not _is_loopback(address)), None)
+    return next((address for address in every if not is_loopback(address)), None)
 
 
 def _short(addresses: tuple[str, ...]) -> list[str]:
     """Without those that lead to the next cable at most."""
     return [address for address in addresses if not address.lower().startswith("fe80:")]
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

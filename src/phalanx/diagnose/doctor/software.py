@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.diagnose.doctor.finding import Facts, Finding
+from phalanx.diagnose.doctor.finding import Facts, Finding, judged
 
 _OLDEST_PYTHON = (3, 11)
 
@@ -95,18 +95,15 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def system(facts: Facts) -> Finding:
     value = facts.kernel + (f", in a container ({facts.container})" if facts.container else "")
-    if facts.platform != "linux":
-        return Finding("system", value, "error", "phalanx run needs Linux or WSL2; here: python train.py")
-    return Finding("system", value)
+    advice = "phalanx run needs Linux or WSL2; here: python train.py"
+    return judged("system", value, advice, error=facts.platform != "linux")
 
 
 def python(facts: Facts) -> Finding:
-    version = ".".join(map(str, facts.python.version))
-    value = f"{version}, {facts.python.executable}"
-    if facts.python.version < _OLDEST_PYTHON:
-        oldest = ".".join(map(str, _OLDEST_PYTHON))
-        return Finding("python", value, "error", f"phalanx needs {oldest} or newer: python{oldest} -m venv .venv")
-    return Finding("python", value)
+    version, oldest = (".".join(map(str, each)) for each in (facts.python.version, _OLDEST_PYTHON))
+    advice = f"phalanx needs {oldest} or newer: python{oldest} -m venv .venv"
+    is_old = facts.python.version < _OLDEST_PYTHON
+    return judged("python", f"{version}, {facts.python.executable}", advice, error=is_old)
 
 
 def environment(facts: Facts) -> Finding:

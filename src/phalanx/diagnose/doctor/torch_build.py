@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import torch_compat
-from phalanx.diagnose.doctor.finding import Facts, Finding, having
+from phalanx.diagnose.doctor.finding import Facts, Finding, having, judged
 from phalanx.diagnose.doctor.software import pip_install
 from phalanx.system import procfs
 from phalanx.system.sizes import in_bytes
@@ -49,9 +49,8 @@ def torch(facts: Facts) -> Finding:
         where = f" from {found.file}" if found.file else ""
         return Finding("torch", f"cannot be imported{where}: {found.problem}", "error", _mend_torch(facts))
     value = f"{found.version}, imported in {found.seconds:.1f} s"
-    if found.seconds > _SLOW_IMPORT:
-        return Finding("torch", value, "warning", "put the environment on a local disk; was this the first time?")
-    return Finding("torch", value)
+    advice = "put the environment on a local disk; was this the first time?"
+    return judged("torch", value, advice, warning=found.seconds > _SLOW_IMPORT)
 
 
 def numpy(facts: Facts) -> Finding:
@@ -79,9 +78,8 @@ def backends(facts: Facts) -> Finding:
     if not found.backends:
         advice = f"this torch was built without them: {pip_install(facts)} --force-reinstall torch"
         return Finding("backends", value, "error", advice)
-    if found.gpus and "nccl" not in there:
-        return Finding("backends", value, "warning", "cards are slow without nccl: install a build of torch with it")
-    return Finding("backends", value)
+    advice = "cards are slow without nccl: install a build of torch with it"
+    return judged("backends", value, advice, warning=bool(found.gpus) and "nccl" not in there)
 
 
 def devices(facts: Facts) -> Finding:

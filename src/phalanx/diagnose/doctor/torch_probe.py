@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from phalanx.source_lines import SYS_PATH_ENTRY
 
-_PATIENCE = 60.0
-"""Seconds. A first import from a slow file system takes long, but not that long."""
+_LONGEST_SECONDS = 60.0
+"""A first import from a slow file system takes long, but not that long."""
 
 _CODE = r"""
 import ctypes, importlib.util, json, os, sys, time
@@ -127,24 +127,9 @@ class Torch:
     library_problem: str | None = None
 
 
-class Probe:
-    """The process, on its way."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-
-    def answer(self) -> Torch:
-        """Waits for what it has to say."""
-        try:
-            out, err = self._process.communicate(timeout=_PATIENCE)
-        except subprocess.TimeoutExpired:
-            return Torch(problem=f"importing it has not come to an end within {_PATIENCE:g} s")
-        return parse(out, err, self._process.returncode)
-
-
 @contextlib.contextmanager
-def started(environ: Mapping[str, str]) -> Iterator[Probe]:
-    """Starts it; it is gone when this is left."""
+def started(environ: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Starts the process; it is gone when this is left."""
     with subprocess.Popen(
         [sys.executable, "-c", _CODE, str(os.getpid()), SYS_PATH_ENTRY],
         env=dict(environ),
@@ -154,9 +139,17 @@ def started(environ: Mapping[str, str]) -> Iterator[Probe]:
         text=True,
     ) as process:
         try:
-            yield Probe(process)
+            yield process
         finally:
             process.kill()
+
+
+def answer(process: subprocess.Popen[str]) -> Torch:
+    try:
+        out, err = process.communicate(timeout=_LONGEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Torch(problem=f"importing it has not come to an end within {_LONGEST_SECONDS:g} s")
+    return parse(out, err, process.returncode)
 
 
 def parse(out: str, err: str, code: int) -> Torch:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from phalanx.errors import LaunchError
 from phalanx.launch.remote.host_connection import Outpost
-from phalanx.launch.spec import network
 from phalanx.launch.spec.launch_spec import LaunchSpec, placements
-from phalanx.system.ports import LOOPBACK
+from phalanx.system.ports import LOOPBACK, is_loopback
 
 _MUST_AGREE = ("Python", "torch", "phalanx")
 
@@ -42,7 +41,7 @@ def master(outposts: Sequence[Outpost], spec: LaunchSpec) -> tuple[str, int]:
         candidates += [_hello(other)["first"] for other in others]
     for address in candidates:
         # One with a scope means another network on every machine.
-        if address and not network.is_loopback(address) and "%" not in address:
+        if address and not is_loopback(address) and "%" not in address:
             return address, port
     raise LaunchError(
         f"it is not known by which address the other hosts reach {first.name}; give it with --master-addr."

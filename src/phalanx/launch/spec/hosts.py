@@ -14,6 +14,7 @@ from phalanx.cluster import slurm
 from phalanx.errors import UsageError
 from phalanx.launch.spec import network
 from phalanx.launch.spec.launch_spec import MOST_PROCESSES, Fleet, Host
+from phalanx.system.ports import is_loopback
 
 _HOST = re.compile(
     r"(?:(?P<user>[^@\s]+)@)?(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<name>[^\s:@\[\]]+))(?::(?P<slots>.*))?"
@@ -117,7 +118,7 @@ def _check_flags(arguments: argparse.Namespace, count: int) -> None:
         if given:
             raise UsageError(f"{flag} is for one command on each machine; leave it out, or leave out the hosts.")
     address = arguments.master_addr
-    if count > 1 and address is not None and (address == "localhost" or network.is_loopback(address)):
+    if count > 1 and address is not None and (address == "localhost" or is_loopback(address)):
         raise UsageError(
             f"--master-addr {address} means another machine on each of the {count} hosts; leave it out, or give the "
             "first host's address on the network."

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 
 from phalanx.errors import UsageError
-from phalanx.system.ports import interface_addresses
+from phalanx.system.ports import interface_addresses, is_loopback
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,3 @@ def _address_of(interface: str) -> str:
         there = ", ".join(name for name, addresses in found.items() if addresses)
         raise UsageError(f"--interface {interface} does not exist or has no address; there are {there}.")
     return found[interface][0]
-
-
-def is_loopback(address: str) -> bool:
-    """An address that means another machine on every machine."""
-    return address.startswith("127.") or address == "::1"
