@@ -26,7 +26,7 @@ WAITS = Collective(
     *("0", 12, "all_reduce", "float32", 110, None, "running", NOW - 30, NOW - 30, None),
     Place("/home/ada/train.py", 33, "train"),
 )
-OWN = ProcessFacts(4711, "S", 1.0, 312 << 20, 0, 0.0, 0.0, 0, 0)
+OWN = ProcessFacts(4711, "S", 1, 0, 1.0, 1, 7, 312 << 20, 0.0, swapped=0, queued=0.0, moved=0)
 
 
 def seconds(**given: float) -> dict[str, float]:

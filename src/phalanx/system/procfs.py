@@ -10,28 +10,31 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 PROC = Path("/proc")
 OWN_CGROUPS = PROC / "self/cgroup"
 """The control groups of this process."""
 
 
-class Stat(NamedTuple):
-    """/proc/PID/stat, in the kernel's units: ticks and pages."""
+@dataclass(frozen=True)
+class Stat:
+    """/proc/PID/stat: one process at one moment. Counters are sums since its start."""
 
+    pid: int
     state: str
     """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z has ended."""
     parent: int
     faults: int
     """Pages that had to be read from a disk."""
-    cpu: int
-    """Ticks of all its threads, and of its children that have ended."""
+    cpu: float
+    """Seconds of all its threads, and of its children that have ended."""
     threads: int
     start: int
     """Ticks from the boot of the machine to the start of the process."""
     resident: int
-    disk_wait: int
+    """Bytes."""
+    disk_wait: float
+    """Seconds in which it waited for a disk."""
 
     @property
     def lives(self) -> bool:
@@ -40,25 +43,14 @@ class Stat(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ProcessFacts:
-    """One process at one moment. Counters are sums since its start; what the kernel does not count is zero."""
+class ProcessFacts(Stat):
+    """What other files of /proc/PID add. What the kernel does not count is zero."""
 
-    pid: int
-    state: str
-    """As in `Stat`."""
-    cpu: float
-    """Seconds of all its threads, and of its children that have ended."""
-    resident: int
-    """Bytes."""
     swapped: int
     queued: float
     """Seconds in which its first thread could have run, but had no core."""
-    disk_wait: float
-    """Seconds in which it waited for a disk."""
     moved: int
     """Bytes that it has read and written, from wherever."""
-    faults: int
-    """Pages that had to be read from a disk."""
 
 
 # ---- one process
@@ -67,11 +59,22 @@ class ProcessFacts:
 def stat(pid: int | str, proc: Path = PROC) -> Stat | None:
     """None when there is no such process."""
     # The command's name stands in parentheses and may hold spaces and parentheses itself.
-    fields = _text(f"{proc}/{pid}/stat").rpartition(")")[2].split()
+    number, _, rest = _text(f"{proc}/{pid}/stat").partition(" (")
+    fields = rest.rpartition(")")[2].split()
     if not fields:
         return None
-    faults, *times, threads, start, resident, wait = (int(fields[at]) for at in (9, 11, 12, 13, 14, 17, 19, 21, 39))
-    return Stat(fields[0], int(fields[1]), faults, sum(times), threads, start, resident, wait)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return Stat(
+        pid=int(number),
+        state=fields[0],
+        parent=int(fields[1]),
+        faults=int(fields[9]),
+        cpu=sum(map(int, fields[11:15])) / ticks,
+        threads=int(fields[17]),
+        start=int(fields[19]),
+        resident=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
+        disk_wait=int(fields[39]) / ticks,
+    )
 
 
 def facts(pid: int) -> ProcessFacts | None:
@@ -81,17 +84,11 @@ def facts(pid: int) -> ProcessFacts | None:
         return None
     queue = _text(f"{PROC}/{pid}/schedstat").split()
     traffic = _fields(f"{PROC}/{pid}/io")
-    ticks = os.sysconf("SC_CLK_TCK")
     return ProcessFacts(
-        pid=pid,
-        state=found.state,
-        cpu=found.cpu / ticks,
-        resident=found.resident * os.sysconf("SC_PAGE_SIZE"),
+        **vars(found),
         swapped=int(status(pid).get("VmSwap", "0").split()[0]) << 10,
         queued=int(queue[1]) / 1e9 if len(queue) == 3 else 0.0,
-        disk_wait=found.disk_wait / ticks,
         moved=int(traffic.get("rchar", 0)) + int(traffic.get("wchar", 0)),
-        faults=found.faults,
     )
 
 
@@ -104,7 +101,7 @@ def start_ticks(pid: int | str) -> int:
 def resident(pid: int) -> int | None:
     """Bytes of a process in memory; None when it has ended."""
     found = stat(pid)
-    return None if found is None else found.resident * os.sysconf("SC_PAGE_SIZE")
+    return None if found is None else found.resident
 
 
 def status(pid: int | str) -> dict[str, str]:
