@@ -78,6 +78,7 @@ EDGES = {
     "join": set(),
     # cluster: only for SLURM's allocation; cli: only from launch/__main__.py
     "launch": {"diagnose", "cli", "cluster"},
+    "messages": set(),
     "notices": set(),
     "parallel": {"backends", "diagnose", "world"},  # diagnose only for the words about gradients that are missing
     "plain": set(),

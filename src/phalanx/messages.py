@@ -1,0 +1,148 @@
+"""The codec of everything that crosses a process boundary: typed records, written and read as JSON.
+
+Whoever can reach a store, a socket or a directory can write there. Nothing that is read from them is unpickled or
+evaluated: it becomes a record whose fields have their types and bounds, or the error says what is wrong with it. What
+makes something happen is sealed as well: the seal needs the run's secret, and is checked before anything is decoded.
+
+msgspec resolves the annotations of a record when it first reads one, so their names have to be there at run time.
+Python resolves a plain base class beside Record wrongly: a record has one base.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from types import UnionType
+from typing import Annotated, Any, TypeVar, overload
+
+import msgspec
+from msgspec import Meta
+
+from phalanx import secret
+from phalanx.errors import ForeignData
+
+T = TypeVar("T")
+
+MOST_BYTES = 16 << 20
+"""The largest message: more than any environment or report of a rank, and harmless to memory."""
+SEAL_BYTES = 32
+"""The length of a seal at the beginning of a message, in hexadecimal digits."""
+_NO_SEAL = b"-" * SEAL_BYTES
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+"""A number of things, or of bytes."""
+Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+"""The number of a rank, a local rank or a node."""
+Pid = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Signal = Annotated[int, Meta(ge=1, lt=65)]
+ExitCode = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 32)]
+Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
+"""A duration, or a time since the epoch."""
+Name = Annotated[str, Meta(max_length=1_000)]
+"""A host, a variable, a class: one line."""
+Text = Annotated[str, Meta(max_length=1 << 20)]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A record with named, typed fields."""
+
+
+class Message(Record, frozen=True, tag=True, tag_field="message"):
+    """One of several records that may stand in the same place, told apart by the name of its class.
+
+    To read one, decode the union of its family and ``match`` on the type.
+    """
+
+
+def encode(record: object) -> bytes:
+    """The record as JSON on one line. Not-a-number becomes null."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:  # paths, arguments and variables need not be UTF-8
+        return json.dumps(msgspec.to_builtins(record, str_keys=True)).encode()
+
+
+@overload
+def decode(data: bytes | bytearray | str, shape: type[T], source: str, most: int = ...) -> T: ...
+@overload
+def decode(data: bytes | bytearray | str, shape: UnionType, source: str, most: int = ...) -> Any: ...
+
+
+def decode(data: bytes | bytearray | str, shape: Any, source: str, most: int = MOST_BYTES) -> Any:
+    """Reads what `encode` has written, or raises ForeignData.
+
+    ``shape``: a record, a union of messages, or a type such as ``tuple[str, int]``; ``source``: where the data was
+    read, for the error; ``most``: the bytes that are read at all.
+    """
+    if len(data) > most:
+        raise _foreign(source, f"{len(data)} bytes, where {most} are the most")
+    try:
+        return _decoder(shape)(data)
+    except msgspec.ValidationError as error:
+        raise _foreign(source, str(error)) from None
+    except RecursionError:
+        raise _foreign(source, "its nesting is too deep") from None
+    except ValueError:  # msgspec's DecodeError is one, and so are those of Unicode
+        return _decode_any_unicode(data, shape, source)
+
+
+def fit(value: object, shape: type[T], source: str) -> T:
+    """Reads what has been decoded already, such as the fields of a larger message."""
+    try:
+        return msgspec.convert(value, shape, str_keys=True)
+    except (ValueError, RecursionError) as error:
+        raise _foreign(source, str(error)) from None
+
+
+def seal(key: str, counter: int, payload: bytes) -> bytes:
+    """The payload behind a seal that only the processes of this run can make, for this key and counter alone.
+
+    Without a secret there is none, and whoever reaches the store or the connection is trusted.
+    """
+    return _seal(key, counter, payload) + payload
+
+
+def open_sealed(key: str, counter: int, data: bytes, source: str) -> bytes:
+    """The payload, or ForeignData if it was not sealed by a process of this run for this key and counter."""
+    import hmac
+
+    given, payload = data[:SEAL_BYTES], data[SEAL_BYTES:]
+    if hmac.compare_digest(_seal(key, counter, payload), given):
+        return payload
+    has_secret = secret.text() is not None
+    raise _foreign(source, "its seal is wrong" if has_secret else "it is sealed, and this process has no secret")
+
+
+def _seal(key: str, counter: int, payload: bytes) -> bytes:
+    if secret.text() is None:
+        return _NO_SEAL
+    name = key.encode()
+    return secret.seal(len(name).to_bytes(8) + name + counter.to_bytes(8, signed=True) + payload)
+
+
+@functools.cache
+def _decoder(shape: Any) -> Callable[[Any], Any]:
+    return msgspec.json.Decoder(shape).decode
+
+
+def _decode_any_unicode(data: bytes | bytearray | str, shape: Any, source: str) -> Any:
+    """The same for texts that are not UTF-8, which msgspec refuses."""
+    try:
+        found = json.loads(data, parse_float=_finite, parse_constant=_finite)
+    except (ValueError, RecursionError):
+        raise _foreign(source, "it is no JSON") from None
+    return fit(found, shape, source)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _foreign(source: str, why: str) -> ForeignData:
+    return ForeignData(f"{source} holds what phalanx did not write there ({why[:200]}); somebody else can write to it.")
