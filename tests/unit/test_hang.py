@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch.hearing import Announcement, Court, Report
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
 from phalanx.status import Collective, Group, Place, Status, rank_record

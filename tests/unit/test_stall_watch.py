@@ -13,13 +13,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from phalanx.launch.hearing import Announcement, Court, Hearing, Report
+from phalanx.launch.tidings import Tidings
 
 from phalanx import events, status
 from phalanx.launch.agent import crew
 from phalanx.launch.agent.watchdogs import Sentries
-from phalanx.launch.hearing import Announcement, Court, Hearing, Report
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
-from phalanx.launch.tidings import Tidings
 from phalanx.status import layout, rank_record
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals

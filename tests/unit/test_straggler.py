@@ -19,9 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import status
-from phalanx.launch.docket import Clerk, Docket
-from phalanx.launch.hearing import Court, Hearing
-from phalanx.launch.tidings import Tidings
 from phalanx.status import Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.system import cgroups, procfs

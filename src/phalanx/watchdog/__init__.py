@@ -1,1 +1,1 @@
-"""What the agent watches while the ranks run."""
+"""Watchdogs of the ranks: memory, stalls and stragglers."""

@@ -23,8 +23,7 @@ from phalanx.launch.agent.losses import Losses
 from phalanx.launch.agent.run_record import Record
 from phalanx.launch.agent.signal_events import Signals
 from phalanx.launch.agent.watchdogs import Sentries
-from phalanx.launch.company import Alone, new_company
-from phalanx.launch.elastic import RunOver
+from phalanx.launch.multinode.single_node import RunOver, SingleNode, new_peers
 from phalanx.launch.output.agent_lines import Voice
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.pipe_set import Pumps
@@ -72,9 +71,8 @@ class Agent:
         interface = route.interface if route is not None else None
         complain = self._voice.say_one
         self._crew = Crew(spec, self._environ, directory, interface, self._console, self._pumps, complain)
-        self._company = new_company(
-            spec, route, nursery, self._selector, directory, self._voice.say_one, self._voice.show
-        )
+        say, show, note = self._voice.say_one, self._voice.show, self._record.note
+        self._peers = new_peers(spec, route, nursery, self._selector, directory, say, show, note)
 
     def run(self) -> int:
         """From the first process to the last; returns the exit code."""
@@ -114,10 +112,10 @@ class Agent:
         """The other nodes. What the zygote says meanwhile is heard too: it may have failed to import something."""
         self._selector.register(self._nursery, selectors.EVENT_READ, self._nursery.next_event)
         try:
-            attempt = self._company.meet(attempt, self._idle_until)
+            attempt = self._peers.meet(attempt, self._idle_until)
         finally:
             self._selector.unregister(self._nursery)
-        introduction = self._company.introduction()
+        introduction = self._peers.introduction()
         if introduction != self._said_who:
             self._said_who = introduction
             self._voice.say([f"{introduction}"], "announce")
@@ -131,7 +129,7 @@ class Agent:
             self._losses.check(at_once=bool(self._signals.pending))
             if self._signals.pending:
                 self._signalled = self._signals.pending.pop(0)
-                self._company.tell_stop(self._why_stop(), for_good=True)
+                self._peers.tell_stop(self._why_stop(), for_good=True)
                 if not self._nursery.ready:
                     self._nursery.kill()  # it imports, and hears nothing; later it ends the keeper with itself
                 raise _Interrupted
@@ -143,9 +141,9 @@ class Agent:
             self._losses.lines, endings = [], []
             try:
                 attempt = self._meet(attempt)
-                endings = self._company.settle(self._run_attempt(attempt), self._idle_until)
+                endings = self._peers.settle(self._run_attempt(attempt), self._idle_until)
             except HelperLost as lost:  # before any rank was started
-                if not isinstance(self._company, Alone):
+                if not isinstance(self._peers, SingleNode):
                     raise
                 self._losses.lose(lost, self._sentries.last_words())
             if self._signalled is not None:
@@ -153,10 +151,10 @@ class Agent:
                 verdict = find_cause(endings) if failed_before(self._signalled_at, endings) else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
             has_failed = any(ending.failed for ending in endings) or (self._losses.lines and not endings)
-            if not has_failed and not self._company.lost and self._sentries.hang is None:
+            if not has_failed and not self._peers.lost and self._sentries.hang is None:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._blame(endings)
-            last = attempt + 1 >= most or not self._company.can_go_on or self._losses.are_final
+            last = attempt + 1 >= most or not self._peers.can_go_on or self._losses.are_final
             if last or self._losses.is_crash_loop(verdict, endings, most - attempt - 1):
                 return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt, reason)
             attempt += 1
@@ -173,21 +171,21 @@ class Agent:
         if self._sentries.hang is not None:
             return None, self._sentries.hang["headline"]
         if not by_itself:
-            reason = self._company.loss() or self._company.stop_reason or self._sentries.blame_standing(endings)
+            reason = self._peers.loss() or self._peers.stop_reason or self._sentries.blame_standing(endings)
             if reason:
                 return None, reason
         verdict = find_cause(endings)
         return verdict, failure_text.one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
-        if (master := self._company.begin(attempt, self._idle_until)) is None:
+        if (master := self._peers.begin(attempt, self._idle_until)) is None:
             return []
         self._watch = Watch(
             self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note, self._pass_on
         )
-        self._sentries.begin(self._company.told_as(self._record.place), self._company.hearing)
+        self._sentries.begin(self._peers.told_as(self._record.place), self._peers.exchange)
         try:
-            self._crew.start(self._watch, self._company.places(), master, attempt)
+            self._crew.start(self._watch, self._peers.places(), master, attempt)
             self._loop_until(lambda: self._watch.all_exited)
             self._watch.finish()
             self._losses.take_keeper()
@@ -195,7 +193,7 @@ class Agent:
             self._watch.detach()
             self._losses.lose(lost, self._sentries.last_words())
             self._watch.give_up()
-            self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
+            self._peers.tell_stop(self._why_stop(), for_good=self._signalled is not None)
         self._sentries.close()
         self._losses.name_left(self._watch.members.values())
         # Nobody can write to the pipes any more, so each of them ends; unless somebody could not be found or ended.
@@ -222,23 +220,23 @@ class Agent:
 
     def _stop_if_needed(self) -> None:
         """Ranks are stopped on all nodes or on none."""
-        has_to = self._company.stop_reason or self._company.lost or self._sentries.hang or self._losses.has_to_stop
+        has_to = self._peers.stop_reason or self._peers.lost or self._sentries.hang or self._losses.has_to_stop
         if self._watch.stopping is None and has_to:
             self._watch.stop(signal.SIGTERM)
         if self._sentries.standing is not None:
             self._watch.wait_for_no_cause()
         if self._watch.stopping is not None:
-            self._company.tell_stop(self._why_stop(), for_good=self._signalled is not None)
+            self._peers.tell_stop(self._why_stop(), for_good=self._signalled is not None)
 
     def _why_stop(self) -> str:
         if self._sentries.hang is not None:
             return self._sentries.hang["headline"]
         if self._losses.lines:
-            return f"{self._company.name}: {self._losses.lines[0]}"
+            return f"{self._peers.name}: {self._losses.lines[0]}"
         if self._signalled is not None:
             name = signal.Signals(self._signalled).name
-            return f"{self._company.name} was stopped by {name}, and so are all others"
-        return f"a rank of {self._company.name} failed"
+            return f"{self._peers.name} was stopped by {name}, and so are all others"
+        return f"a rank of {self._peers.name} failed"
 
     def _explain_exec(self) -> None:
         why = self._watch.why_exec
@@ -287,11 +285,11 @@ class Agent:
         """``reason``: what to say when no rank is the cause."""
         said = [] if reason is None else [reason, *self._losses.lines[1:]]
         if verdict is not None:
-            elsewhere = self._company.log_of(verdict.cause)
+            elsewhere = self._peers.log_of(verdict.cause)
             if elsewhere is None and self._spec.node_name is not None:  # who reads it may sit before another machine
                 elsewhere = f"{self._spec.node_name}:{self._directory.absolute()}"
             said = self._record.failure_block(verdict, len(endings), attempt + 1, elsewhere)
-        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._company.log_of, self._sentries.hang)
+        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._peers.log_of, self._sentries.hang)
         if said:
             self._voice.let_ranks_finish(lambda: bool(self._signals.pending) or self._signalled is not None)
             self._voice.say(said, "cause" if verdict is None else "verdict")
@@ -299,7 +297,7 @@ class Agent:
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # the keeper is gone already
-            self._company.close(self._exit_code)
+            self._peers.close(self._exit_code)
         self._console.close(timeout=None if self._signalled is None else 2.0)
         self._record.close()
         self._selector.close()

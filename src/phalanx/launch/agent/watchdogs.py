@@ -15,13 +15,15 @@ from phalanx.failure.oom import Counters
 from phalanx.failure.root_cause import is_victim
 from phalanx.launch.agent.attempt_run import Watch
 from phalanx.launch.agent.run_record import Record
-from phalanx.launch.hearing import Hearing
+from phalanx.launch.multinode.single_node import Exchange
 from phalanx.launch.output.agent_lines import Voice
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.source_lines import source_of, users_line
 from phalanx.status.rank_record import MESSAGES
 from phalanx.watchdog.memory import MemoryWatch
+from phalanx.watchdog.stall.across_nodes import StallExchange
 from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
+from phalanx.watchdog.straggler.across_nodes import PaceExchange
 from phalanx.watchdog.straggler.pace import Pace
 
 
@@ -43,12 +45,16 @@ class Sentries:
         self.hang: Mapping[str, Any] | None = None
         """The one that this attempt has to end for."""
 
-    def begin(self, place: str, hearing: Hearing) -> None:
-        """A new attempt. ``place``: the run directory as it is told; ``hearing``: with the other nodes."""
+    def begin(self, place: str, exchange: Exchange) -> None:
+        """A new attempt. ``place``: the run directory as it is printed; ``exchange``: with the other nodes."""
         self.hang = self.standing = None
-        self._pace.begin(hearing)
+        nodes = exchange.own, exchange.judge, exchange.nodes, exchange.lost
+        self._paces = PaceExchange(*nodes, lambda body, to_all: exchange.publish("pace", body, to_all))
+        stalls = StallExchange(*nodes, lambda body: exchange.publish("stall", body, True))
+        exchange.receivers.update(pace=self._paces.receive, stall=stalls.receive)
+        self._pace.begin(self._paces)
         self._memory = MemoryWatch(self._counters)
-        self._stall = StallWatch(self._terms, self._directory, place, hearing, self._wake)
+        self._stall = StallWatch(self._terms, self._directory, place, stalls, self._wake)
 
     def turn(self, watch: Watch) -> None:
         """To be called in every turn of the loop."""
@@ -57,16 +63,17 @@ class Sentries:
         self._guarded("pace", lambda: self._pace.look(members))
         if watch.stopping is None and not any(member.error for member in members.values()):
             self._guarded("progress", lambda: self._stall.look(members))
-        for announcement in self._stall.announced():
-            if announcement.lines:
-                self._voice.say(announcement.lines)
-            if announcement.straggler is not None:
-                self._record.keep_straggler(announcement.straggler)
-                continue
-            self._record.note("stall", verdict=announcement.verdict)
-            self.standing = announcement.verdict
-            if announcement.kills:
-                self.hang = announcement.verdict
+        while self._paces.announced:
+            slow = self._paces.announced.popleft()
+            if slow.lines:
+                self._voice.say(slow.lines)
+            self._record.keep_straggler(slow.straggler)
+        for stalled in self._stall.announced():
+            self._voice.say(stalled.lines)
+            self._record.note("stall", verdict=stalled.verdict)
+            self.standing = stalled.verdict
+            if stalled.kills:
+                self.hang = stalled.verdict
 
     def _guarded(self, what: str, look: Callable[[], None]) -> None:
         """Who watches must not end what it watches: there may be no thread to be had, or no file."""

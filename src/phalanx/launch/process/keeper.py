@@ -23,9 +23,9 @@ def serve(channel: Channel, listener: socket.socket | None, token: str, with_nod
     """Runs until the agent says goodbye or dies."""
     zygote = os.getppid()
     if with_nodes:
-        from phalanx.launch.envoy import Envoy
+        from phalanx.launch.multinode.store_session import StoreSession
 
-        Envoy(channel, listener).serve()
+        StoreSession(channel, listener).serve()
     else:
         assert listener is not None
         _serve_workers(channel, listener)

@@ -1,1 +1,1 @@
-"""Ranks that make no progress: noticed, explained, and ended if that was asked for."""
+"""Ranks that make no progress: when, why, and on which node."""

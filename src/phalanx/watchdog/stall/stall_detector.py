@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from phalanx import run_files
-from phalanx.launch.hearing import Announcement, Hearing, Report
 from phalanx.status.rank_record import RankRecord
 from phalanx.status.watched_rank import WatchedRank
+from phalanx.watchdog.stall.across_nodes import StallExchange, StallSnapshot, StallVerdict, aged_records
 from phalanx.watchdog.stall.classify import Hang, find_hang
 from phalanx.watchdog.stall.dump_file import dossier
 from phalanx.watchdog.stall.progress import Vigil
@@ -26,8 +29,6 @@ _AGAIN = 10
 """A verdict that has not changed is said again after ten times as long."""
 _LOOK_AGAIN = 2
 """Whether it has changed is looked at after twice as long, or when the pages say so."""
-_TESTIMONY = 10.0
-"""Seconds that the other nodes have to tell what they know."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +45,37 @@ class Told:
     """The verdict that stands."""
 
     picture: tuple[object, ...]
-    sightings: tuple[object, ...]
     said: float
-    """Seconds without progress when it was said."""
-    looked: float
-    """And when it was last confirmed."""
+    """Seconds without progress when it was announced."""
 
 
-@dataclass
-class _Case:
-    """An inquiry that is under way."""
+@dataclass(frozen=True)
+class _Collected:
+    """All that is known of the ranks of this node."""
 
-    number: int
-    inquiry: Inquiry
-    opened: float
-    until: float
+    records: tuple[RankRecord, ...]
+    at: float
+    quiet: float
+    essence: tuple[object, ...]
 
 
 class StallWatch:
-    """Of one attempt on this node."""
+    """The watch over the ranks of this node, in one attempt."""
 
-    def __init__(self, terms: Terms, directory: Path, place: str, hearing: Hearing, wake: Callable[[], None]) -> None:
-        """``place``: the run directory, as it is told; ``wake``: makes the agent's loop turn."""
+    def __init__(
+        self, terms: Terms, directory: Path, place: str, exchange: StallExchange, wake: Callable[[], None]
+    ) -> None:
+        """``place``: the run directory, as it is printed; ``exchange``: with the other nodes; ``wake``: makes the
+        agent's loop turn."""
         self._terms, self._directory, self._place = terms, directory, place
-        self._hearing, self._wake = hearing, wake
+        self._exchange, self._wake = exchange, wake
         self._vigil = Vigil(directory, terms.stall_after)
-        self._case: _Case | None = None
         self._inquiry: Inquiry | None = None
-        self._count = 0
+        self._is_inquiring = False
+        self._begun = _Collected((), 0.0, 0.0, ())
+        """What is being collected."""
+        self._collected: _Collected | None = None
+        self._judged: tuple[object, ...] = ()
         self._not_before = 0.0
         self._told: Told | None = None
         self._trouble: str | None = None
@@ -85,10 +89,10 @@ class StallWatch:
         if self._terms.stall_after and self._vigil.is_due(now):
             self._look(members, now)
 
-    def announced(self) -> Iterator[Announcement]:
+    def announced(self) -> Iterator[StallVerdict]:
         """What is to be said now, on all nodes."""
-        while self._hearing.announced:
-            yield self._hearing.announced.popleft()
+        while self._exchange.announced:
+            yield self._exchange.announced.popleft()
 
     def close(self) -> None:
         if self._inquiry is not None:
@@ -96,100 +100,96 @@ class StallWatch:
 
     def _look(self, members: Mapping[int, WatchedRank], now: float) -> None:
         if self._vigil.look(members, now):
-            self._case = None  # what it finds is of no interest any more
+            self._is_inquiring, self._collected = False, None  # what it finds is of no interest any more
         quiet = self._vigil.quiet(now)
         if quiet < self._terms.stall_after:
-            self._hearing.report(None)
+            self._exchange.publish(None)
             self._end_stall()
             return
         if not self._vigil.is_informed:
             return
         subjects = self._vigil.subjects(members, now)
-        report = Report(quiet, tuple(sighting_of(subject.record) for subject in subjects))
-        self._hearing.report(report)
-        if self._case is not None:
-            self._go_on_with(self._case, now)
-        elif self._hearing.is_judge:
-            self._judge(report, subjects, now)
-        elif self._hearing.called > self._count:
-            self._open_case(self._hearing.called, subjects, now)
-
-    # ---- is it one?
-
-    def _judge(self, own: Report, subjects: Sequence[Subject], now: float) -> None:
-        others = self._hearing.others()
+        sightings = tuple(sighting_of(subject.record) for subject in subjects)
+        self._finish_inquiry(sightings, now)
+        known = self._collected
+        own = StallSnapshot(quiet, sightings, known.records if known is not None else None)
+        self._exchange.publish(own)
+        others = self._exchange.others()
         if others is None:
             self._end_stall()
             return
-        quiet = min(one.quiet for one in (own, *others))
-        sightings = [sighting for one in (own, *others) for sighting in one.sightings]
-        self._quiet = max(self._quiet, quiet)
-        limit = patience(sightings, self._terms.stall_after)
-        if limit is not None and quiet >= limit and now >= self._not_before and self._is_news(sightings, quiet):
-            self._hearing.call(self._count + 1)
-            self._open_case(self._count + 1, subjects, now)
+        if known is not None:
+            own = replace(own, records=aged_records(known.records, now - known.at))
+        if self._is_due(own, others):
+            self._inquire(subjects, own, now)
+            self._judge((own, *others))
 
-    def _is_news(self, sightings: Sequence[Sighting], quiet: float) -> bool:
-        told = self._told
-        return told is None or told.sightings != _essence(sightings) or quiet >= _LOOK_AGAIN * told.looked
+    # ---- is it one?
+
+    def _is_due(self, own: StallSnapshot, others: Sequence[StallSnapshot]) -> bool:
+        """Every node sees the same, so each knows when the stacks of its ranks are wanted."""
+        quiet = min(one.quiet for one in (own, *others))
+        self._quiet = max(self._quiet, quiet)
+        limit = patience([sighting for one in (own, *others) for sighting in one.sightings], self._terms.stall_after)
+        return limit is not None and quiet >= limit
 
     def _end_stall(self) -> None:
-        """Somebody has got on."""
-        if self._hearing.is_judge and self._told is not None:
-            self._hearing.announce(Announcement((go_on(self._quiet),)))
+        """A rank makes progress."""
+        if self._exchange.is_judge and self._told is not None:
+            self._exchange.announce(StallVerdict((go_on(self._quiet),)))
         self._told, self._quiet = None, 0.0
 
     # ---- why?
 
-    def _open_case(self, number: int, subjects: Sequence[Subject], now: float) -> None:
-        self._count = number
-        self._inquiry = Inquiry(subjects, self._directory, self._wake)
-        self._case = _Case(number, self._inquiry, now, now + _TESTIMONY)
+    def _inquire(self, subjects: Sequence[Subject], own: StallSnapshot, now: float) -> None:
+        """Anew when the pages have changed, or much later; ranks must not be asked all the time."""
+        known, essence = self._collected, _essence(own.sightings)
+        is_new = known is None or known.essence != essence or own.quiet >= _LOOK_AGAIN * known.quiet
+        if not self._is_inquiring and is_new and now >= self._not_before:
+            self._is_inquiring = True
+            self._begun = _Collected((), now, own.quiet, essence)
+            self._inquiry = Inquiry(subjects, self._directory, self._wake)
 
-    def _go_on_with(self, case: _Case, now: float) -> None:
-        if not case.inquiry.is_over:
-            return
-        records = case.inquiry.records or ()
-        if not self._hearing.is_judge:
-            self._case = None
-            self._hearing.testify(case.number, records)
-            return
-        others = self._hearing.testimonies(case.number)
-        gets_on = self._hearing.others() is None  # who gets on does not testify
-        if others is None and now < case.until and not gets_on:
-            return
-        self._case = None
-        self._trouble = case.inquiry.trouble
-        # Whatever comes of it: ranks that are looked at all the time would never be left in peace.
-        self._not_before = now + max(1.0, self._terms.stall_after / 2)
-        if others is not None and not gets_on:
-            asked_for = now - case.opened
-            found = [replace(record, quiet=record.quiet + asked_for) for record in (*records, *others)]
-            self._conclude(sorted(found, key=lambda record: record.rank))
+    def _finish_inquiry(self, sightings: Sequence[Sighting], now: float) -> None:
+        """What was found out is of use as long as the pages say the same."""
+        if self._collected is not None and self._collected.essence != _essence(sightings):
+            self._collected = None
+        inquiry = self._inquiry
+        if self._is_inquiring and inquiry is not None and inquiry.is_over:
+            self._is_inquiring = False
+            self._trouble = inquiry.trouble
+            self._not_before = now + max(1.0, self._terms.stall_after / 2)
+            if self._begun.essence == _essence(sightings):
+                records = aged_records(tuple(inquiry.records or ()), now - self._begun.at)
+                self._collected = replace_fields(self._begun, records=records, at=now)
 
-    def _conclude(self, records: list[RankRecord]) -> None:
-        """They have been asked since it was decided to: it may look different now."""
-        hang = find_hang(records)
-        sightings = [sighting_of(record) for record in records]
-        limit = patience(sightings, self._terms.stall_after)
-        if limit is None or hang.quiet < limit:
+    def _judge(self, snapshots: Sequence[StallSnapshot]) -> None:
+        """When all that is known of all ranks is there."""
+        if not self._exchange.is_judge or any(one.records is None for one in snapshots):
             return
+        records = sorted((record for one in snapshots for record in one.records or ()), key=lambda found: found.rank)
+        seen = tuple(replace_fields(record, quiet=0.0) for record in records)
         told = self._told
-        is_new = told is None or told.picture != hang.picture or hang.quiet >= _AGAIN * told.said
-        said = hang.quiet if is_new or told is None else told.said
-        self._told = Told(hang.picture, _essence(sightings), said, hang.quiet)
-        if is_new:
-            self._hearing.announce(self._verdict(hang, records))
+        if told is not None and seen == self._judged and min(one.quiet for one in snapshots) < _AGAIN * told.said:
+            return
+        hang = find_hang(records)
+        limit = patience([sighting_of(record) for record in records], self._terms.stall_after)
+        if limit is None or hang.quiet < limit:
+            return  # it looked different when the ranks were asked
+        self._judged = seen
+        if told is None or told.picture != hang.picture or hang.quiet >= _AGAIN * told.said:
+            self._told = Told(hang.picture, hang.quiet)
+            self._exchange.announce(self._verdict(hang, records))
 
     # ---- the words
 
-    def _verdict(self, hang: Hang, records: list[RankRecord]) -> Announcement:
+    def _verdict(self, hang: Hang, records: list[RankRecord]) -> StallVerdict:
         lines = verdict_lines(hang)
         where = self._keep(records, lines)
         what = "ending the run (--on-stall kill)" if self._terms.kills else "waiting on (--on-stall kill ends the run)"
         lines.append(f"  {where}; {what}")
         kept = {"kind": hang.kind, "headline": headline(hang), "ranks": hang.culprits, "lines": lines}
-        return Announcement(tuple(lines), kept, self._terms.kills)
+        return StallVerdict(tuple(lines), kept, self._terms.kills)
 
     def _keep(self, records: list[RankRecord], lines: Sequence[str]) -> str:
         taken = len(list(self._directory.glob("stall-*.txt")))  # by attempts before this one, too
@@ -206,4 +206,4 @@ class StallWatch:
 
 def _essence(sightings: Sequence[Sighting]) -> tuple[object, ...]:
     """What can change without any progress, and matters: not whether a rank computes at this moment."""
-    return tuple(replace(one, works=False, moves=False) for one in sightings)
+    return tuple(replace_fields(one, works=False, moves=False) for one in sightings)

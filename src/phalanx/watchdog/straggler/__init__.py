@@ -1,1 +1,1 @@
-"""A rank that holds up the others: noticed and explained."""
+"""Ranks that hold up the others."""

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx import status
-from phalanx.launch.hearing import Announcement, Hearing
-from phalanx.launch.tidings import Tidings
 from phalanx.status import Window
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.straggler import conditions, straggler_text
+from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport, StragglerVerdict
 from phalanx.watchdog.straggler.conditions import Conditions, Look
 from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler
 
@@ -37,9 +36,9 @@ class Pace:
         self._host = socket.gethostname()
         self._said: Counter[int] = Counter()
 
-    def begin(self, hearing: Hearing) -> None:
+    def begin(self, exchange: PaceExchange) -> None:
         """A new attempt: the ranks count their steps from the start again."""
-        self._hearing = hearing
+        self._exchange = exchange
         self._judge = Judge()
         self._due = self._sent_at = 0.0
         self._looks: dict[int, Look] = {}
@@ -57,7 +56,7 @@ class Pace:
         self._due = now + _EVERY
         living = {rank: member.pid for rank, member in members.items() if member.pid and not member.exited}
         windows = {rank: status.windows(status.status_path(self._directory, rank)) for rank in living}
-        if self._hearing.is_judge:
+        if self._exchange.is_judge:
             self._compare(windows, living)
         else:
             self._send(windows, living, now)
@@ -65,13 +64,13 @@ class Pace:
     # ---- this node judges
 
     def _compare(self, windows: Mapping[int, Sequence[Window]], living: Mapping[int, int]) -> None:
-        tidings = self._hearing.tidings()
-        if tidings is None:
+        others = self._exchange.others()
+        if others is None:
             return  # without the others an own rank would be compared with the wrong ones
-        elsewhere = {rank: found for one in tidings for rank, found in one.windows.items()}
+        elsewhere = {rank: found for one in others for rank, found in one.windows.items()}
         for found in self._judge.add({**elsewhere, **windows}):
             if found.rank in elsewhere:
-                one = next(one for one in tidings if found.rank in one.windows)
+                one = next(one for one in others if found.rank in one.windows)
                 self._tell(found, one.host, one.conditions.get(found.rank))
             elif not found.is_over:
                 self._found[found.rank] = found
@@ -109,7 +108,7 @@ class Pace:
         }
         self._said[found.rank] += 1
         is_said = self._said[found.rank] <= 2 * _SAID_AT_MOST  # its beginning and its end
-        self._hearing.announce(Announcement((line,) if is_said else (), straggler=fields))
+        self._exchange.announce(StragglerVerdict((line,) if is_said else (), fields))
 
     # ---- another one does
 
@@ -125,5 +124,5 @@ class Pace:
             rank: conditions.between(self._looks[rank], found) for rank, found in looks.items() if rank in self._looks
         }
         fresh = {rank: tuple(self._unsent[rank].values()) for rank in living}
-        self._hearing.send(Tidings(self._host, fresh, under))
+        self._exchange.report(PaceReport(self._host, fresh, under))
         self._looks, self._unsent = looks, {}

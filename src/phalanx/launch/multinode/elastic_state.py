@@ -1,0 +1,135 @@
+"""The state of torch's dynamic rendezvous, as it stands in the store: a sealed record, and never a pickle.
+
+torch's own backend writes a pickle there and unpickles what it finds, which is whatever somebody else has put there.
+Between torch and the store this translates both ways: what is unpickled was pickled in this process.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from phalanx import messages
+from phalanx.errors import ForeignData
+from phalanx.messages import Count, Name, Pid, Rank, Record
+from phalanx.torch_compat import elastic
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+_STORE = "the store where the nodes meet"
+_NUMBER = 16
+"""Digits of the number of a state, before its seal."""
+
+
+class _Node(Record, frozen=True):
+    addr: Name
+    pid: Pid
+    local_id: Rank
+
+
+class _State(Record, frozen=True):
+    """torch's _RendezvousState; moments are in ISO format."""
+
+    round: Count
+    complete: bool
+    deadline: Name | None
+    closed: bool
+    participants: tuple[tuple[_Node, Rank], ...]
+    wait_list: tuple[_Node, ...]
+    redundancy_list: tuple[_Node, ...]
+    last_heartbeats: tuple[tuple[_Node, Name], ...]
+
+
+class SealedBackend:
+    """A RendezvousBackend around torch's. Each state has a higher number than the one it replaces."""
+
+    def __init__(self, backend: RendezvousBackend, key: str) -> None:
+        self._backend, self._key = backend, key
+        self._last = 0
+        self._lock = threading.Lock()
+        """torch's threads would otherwise see each other's states in the wrong order."""
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        with self._lock:
+            found = self._backend.get_state()
+            return None if found is None else (pickle.dumps(self._open(found[0])), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        with self._lock:
+            payload, number = _encode(pickle.loads(state)), self._last + 1
+            sealed = f"{number:0{_NUMBER}d}".encode() + messages.seal(self._key, number, payload)
+            found = self._backend.set_state(sealed, token)
+            return None if found is None else (pickle.dumps(self._open(found[0])), found[1], found[2])
+
+    def read(self) -> Any:
+        """torch's _RendezvousState; None when there is none."""
+        with self._lock:
+            found = self._backend.get_state()
+            return None if found is None else self._open(found[0])
+
+    def _open(self, data: bytes) -> Any:
+        """Refuses what was not written by this run, and what is older than what has been seen."""
+        from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+        try:
+            number = int(data[:_NUMBER])
+            payload = messages.open_sealed(self._key, number, data[_NUMBER:], _STORE)
+            if number < self._last:
+                raise ValueError(f"{_STORE} holds a state of the rendezvous that was replaced before.")
+            state = _decode(payload)
+        except ForeignData as error:
+            raise RendezvousStateError(str(error)) from None
+        except ValueError as error:
+            text = f"{_STORE} holds what phalanx did not write there ({error}); somebody else can write to it."
+            raise RendezvousStateError(text) from None
+        self._last = number
+        return state
+
+
+def _encode(state: Any) -> bytes:
+    content = _State(
+        round=state.round,
+        complete=state.complete,
+        deadline=state.deadline.isoformat() if state.deadline is not None else None,
+        closed=state.closed,
+        participants=tuple((_node(found), rank) for found, rank in sorted(state.participants.items())),
+        wait_list=tuple(map(_node, sorted(state.wait_list))),
+        redundancy_list=tuple(map(_node, sorted(state.redundancy_list))),
+        last_heartbeats=tuple((_node(found), at.isoformat()) for found, at in sorted(state.last_heartbeats.items())),
+    )
+    return messages.encode(content)
+
+
+def _node(found: Any) -> _Node:
+    return _Node(found.addr, found.pid, found.local_id)
+
+
+def _decode(data: bytes) -> Any:
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    def node(found: _Node) -> Any:
+        return elastic.NODE.get()(found.addr, found.pid, found.local_id)
+
+    def moment(text: str) -> datetime:
+        found = datetime.fromisoformat(text)
+        # torch compares it with its own, which have a zone in newer versions; with the other kind that fails.
+        if (found.tzinfo is not None) != hasattr(dynamic_rendezvous, "timezone"):
+            raise ValueError(f"{text!r} where a moment belongs")
+        return found
+
+    content = messages.decode(data, _State, _STORE)
+    state = elastic.STATE.get()()
+    state.round, state.complete, state.closed = content.round, content.complete, content.closed
+    state.deadline = moment(content.deadline) if content.deadline is not None else None
+    state.participants = {node(found): rank for found, rank in content.participants}
+    state.wait_list = set(map(node, content.wait_list))
+    state.redundancy_list = set(map(node, content.redundancy_list))
+    state.last_heartbeats = {node(found): moment(at) for found, at in content.last_heartbeats}
+    return state

@@ -1,0 +1,165 @@
+"""How a node finds the serving one and signs in: the store says where the hub listens, the rest goes over the link.
+
+What stands in the store is believed by nobody: whoever answers there has to know the run's secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from phalanx import messages
+from phalanx.errors import ForeignData, JoinError
+from phalanx.launch.multinode import protocol
+from phalanx.launch.multinode.hub import Hub
+from phalanx.launch.multinode.links import Cut, Spoke, Tell
+from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, NodesMissing
+from phalanx.messages import Port, Record
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+STORE = "the store where the nodes meet"
+_HUB = "phalanx/hub"
+_LOOK_EVERY = 0.05
+_ADVERTISE_EVERY = 0.25
+_ANSWER = 5.0
+_SLICE = 1.0
+_LAST_WORDS = 5.0
+
+
+class HubAddress(Record, frozen=True):
+    """Where the serving node's hub listens, at the store's own address."""
+
+    port: Port
+
+
+def advertise(store: Store, port: int, done: threading.Event) -> None:
+    """Writes it again and again: somebody may have overwritten it."""
+    with contextlib.suppress(RuntimeError):  # the store is gone, and the run with it
+        while not done.is_set():
+            store.set(_HUB, messages.encode(HubAddress(port)).decode())
+            done.wait(_ADVERTISE_EVERY)
+
+
+def wait_for(store: Store, key: str, seconds: float) -> bool:
+    """Whether the key is there within this time. The store's own wait writes warnings when its time is over."""
+    deadline = time.monotonic() + seconds
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_EVERY)
+    return True
+
+
+class Reception:
+    """This node's way into the run. Answers about it come from the link's thread."""
+
+    def __init__(self, tell: Tell) -> None:
+        """``tell`` gets every message of the link that is no answer."""
+        self._tell = tell
+        self._answers: SimpleQueue[LinkMessage | None] = SimpleQueue()
+        self._arrived = 0
+        self._is_in = False
+        self.link: Hub | Spoke | None = None
+
+    def serve(self, hub: Hub) -> None:
+        """This node serves, and need not be taken in."""
+        self.link, self._is_in = hub, True
+
+    def hear(self, message: LinkMessage | protocol.Ignored | Cut) -> None:
+        """What the link hears; called on its thread."""
+        match message:
+            case protocol.Welcome() | protocol.Refused() | protocol.Missing():
+                self._is_in = self._is_in or isinstance(message, protocol.Welcome)
+                self._answers.put(message)
+            case protocol.Arrived(count):
+                self._arrived = count
+            case protocol.Met():
+                self._tell(message)
+                self._answers.put(message)
+            case protocol.Ignored() if not self._is_in:
+                pass  # whoever answered is not the serving node, which is said below
+            case Cut() if not self._is_in:
+                self._answers.put(None)
+            case _:
+                self._tell(message)
+
+    def connect(self, store: Store, host: str, own: NodeInfo, timeout: float, notice: Callable[[str], None]) -> Spoke:
+        """Connects to the hub. Somebody may have overwritten its address, so others are tried until the time is up."""
+        deadline = time.monotonic() + timeout
+        refused: set[int] = set()
+        while True:
+            port = _hub_port(store)
+            if port is not None and (spoke := self._try(host, port, own)) is not None:
+                return spoke
+            if port is not None and port not in refused:
+                refused.add(port)
+                notice(f"{host}:{port} is no node of this run, or has another secret; trying again")
+            if time.monotonic() >= deadline:
+                raise JoinError(
+                    f"{host} and this node have different secrets, or one of them has none; "
+                    "give all nodes the same --secret-file."
+                    if refused
+                    else f"{host} has not said within {timeout:g} s where the nodes meet; is another program there?"
+                )
+            time.sleep(_LOOK_EVERY)
+
+    def _try(self, host: str, port: int, own: NodeInfo) -> Spoke | None:
+        try:
+            sock = socket.create_connection((host, port), _ANSWER)
+        except OSError:
+            return None
+        self._answers = SimpleQueue()
+        spoke = Spoke(sock, own, self.hear)
+        answer = self._answer(_ANSWER)
+        if isinstance(answer, protocol.Welcome):
+            self.link = spoke
+            return spoke
+        spoke.leave(None, 0.0)
+        if isinstance(answer, protocol.Refused):
+            raise JoinError(answer.text)
+        return None
+
+    def _answer(self, seconds: float) -> LinkMessage | None:
+        try:
+            return self._answers.get(timeout=seconds)
+        except Empty:
+            return None
+
+    def sign_in(
+        self, name: str, info: NodeInfo, timeout: float, waiting: Callable[[int, int], None]
+    ) -> tuple[NodeInfo, ...]:
+        """All nodes of the round. ``waiting`` hears, once a second, how many have signed in, and for how long."""
+        assert self.link is not None
+        self._arrived, started, has_given_up = 1, time.monotonic(), False
+        self.link.sign_in(name, info)
+        while True:
+            match self._answer(_SLICE):
+                case protocol.Met(round=found, nodes=nodes) if found == name:
+                    return nodes
+                case protocol.Missing(round=found, text=text) if found == name:
+                    raise NodesMissing(text)
+                case protocol.Refused(text):
+                    raise JoinError(text)
+            waited = time.monotonic() - started
+            waiting(self._arrived, round(waited))
+            if waited >= timeout and not has_given_up:
+                has_given_up = True
+                self.link.give_up(name, timeout)
+            if waited >= timeout + _LAST_WORDS:
+                raise NodesMissing(f"the serving node has not answered within {waited:.0f} s.")
+
+
+def _hub_port(store: Store) -> int | None:
+    if not store.check([_HUB]):
+        return None
+    try:
+        return messages.decode(store.get(_HUB), HubAddress, STORE).port
+    except ForeignData:  # the serving node writes it again
+        return None

@@ -1,0 +1,123 @@
+"""A run on one node, as the agent sees it, and the choice between that and `peers.Peers`."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from phalanx.events import Ending
+from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
+from phalanx.launch.spec.network import Route
+
+if TYPE_CHECKING:
+    from phalanx.launch.multinode.peers import Peers
+    from phalanx.launch.multinode.protocol import Topic
+
+Loop = Callable[[Callable[[], bool]], None]
+"""Runs the agent's event loop until something is true."""
+
+
+class RunOver(Exception):
+    """The run has ended before this node could take part."""
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+class Note(Protocol):
+    """Writes a line of the event file."""
+
+    def __call__(self, kind: str, /, **fields: object) -> None: ...
+
+
+@dataclass
+class Exchange:
+    """The watchdogs' way to those of the other nodes, in one attempt. It carries bytes."""
+
+    own: int = 0
+    judge: int = 0
+    """The node that compares what all report."""
+    nodes: Collection[int] = (0,)
+    lost: Collection[int] = ()
+    """Grows."""
+    publish: Callable[[Topic, bytes, bool], None] = lambda topic, body, to_all: None
+    """To all nodes, or to the judge alone."""
+    receivers: dict[str, Callable[[int, bytes], None]] = field(default_factory=dict)
+    """By topic: what another node has published."""
+
+
+def new_peers(
+    spec: LaunchSpec,
+    route: Route | None,
+    nursery: Nursery,
+    selector: selectors.BaseSelector,
+    directory: Path,
+    say: Callable[[str], None],
+    show: Callable[[str], bool],
+    note: Note,
+) -> SingleNode | Peers:
+    """``route``: to the other nodes, if any; ``show`` shows a line for a moment, and returns whether anybody saw it."""
+    if route is None:
+        return SingleNode(nursery, spec.nproc_per_node)
+    from phalanx.launch.multinode.peers import Peers
+
+    return Peers(spec, route, nursery.keeper, selector, directory, say, show, note)
+
+
+class SingleNode:
+    """There is nobody else."""
+
+    stop_reason: str | None = None
+    lost: dict[int, str] = {}  # noqa: RUF012 (it stays empty)
+    name = "this node"
+    can_go_on = True
+
+    def __init__(self, nursery: Nursery, nproc: int) -> None:
+        self._nursery = nursery
+        self._placements = placements([nproc])
+        self.exchange = Exchange()
+
+    def meet(self, attempt: int, loop: Loop) -> int:
+        """There is nobody to be met."""
+        return attempt
+
+    def introduction(self) -> str | None:
+        """Who takes part, when that is news."""
+        return None
+
+    def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
+        """Where the workers of this attempt meet."""
+        self.exchange = Exchange()
+        self._nursery.fresh_store()
+        assert self._nursery.address is not None
+        return self._nursery.address
+
+    def places(self) -> list[Placement]:
+        """The ranks of this node."""
+        return self._placements
+
+    def tell_stop(self, why: str, *, for_good: bool) -> None:
+        """The ranks of this node are being stopped; ``for_good``: there is to be no other attempt."""
+
+    def settle(self, endings: list[Ending], loop: Loop) -> list[Ending]:
+        """How the ranks of all nodes ended."""
+        return endings
+
+    def loss(self) -> str:
+        """The nodes that are gone, in a sentence."""
+        return ""
+
+    def log_of(self, ending: Ending) -> str | None:
+        """The run directory with a rank's log, when it is on another node."""
+        return None
+
+    def told_as(self, directory: str) -> str:
+        """A directory of this node, as it is named on the consoles of all nodes."""
+        return directory
+
+    def close(self, exit_code: int | None) -> None:
+        pass
