@@ -73,6 +73,7 @@ _READ = {
     "MPI_LOCALRANKID": "MPICH, Intel MPI: local rank",
     "MPI_LOCALNRANKS": "MPICH, Intel MPI: local world size",
     "SSH_CONNECTION": "ssh: by which address this machine was reached, for the ranks of other machines",
+    "PHALANX_SECRET": "for several machines, the secret of --secret-file, or its path; ranks do not get it",
     "PYTHON_EXEC": "the interpreter for the workers, as torchrun reads it",
     "NO_COLOR": "no colours on the console",
     "TORCH_FR_BUFFER_SIZE": "torch: how many collectives its flight recorder keeps; 0: none, and we do not read it",

@@ -633,54 +633,6 @@ def test_a_chart_of_a_process_and_its_child() -> None:
     assert chart.vitals(child.pid) is None
 
 
-# ---- several nodes
-
-
-class Store:
-    """Hands everything that one court writes to the others, as keepers do."""
-
-    def __init__(self, nodes: int) -> None:
-        self.lost: dict[int, str] = {}
-        self.reports: dict[str, object] = {}
-        self.courts = [Court(node, 0, range(nodes), self.lost, self.write) for node in range(nodes)]
-
-    def write(self, entry: str, *arguments) -> None:
-        judge, *others = self.courts
-        arguments = json.loads(json.dumps(arguments))
-        if entry == "report":
-            self.reports[str(arguments[0])] = arguments[1]
-            judge.on_reports(self.reports)
-        elif entry == "testify":
-            judge.on_testimony(*arguments)
-        for court in others if entry in ("call", "announce") else ():
-            court.on_called(*arguments) if entry == "call" else court.on_announced(*arguments)
-
-
-def test_the_judge_hears_all_nodes_but_those_that_are_lost() -> None:
-    store = Store(3)
-    judge, first, second = store.courts
-    assert [court.is_judge for court in store.courts] == [True, False, False]
-    first.report(Report(31.0, (WAITS,)))
-    assert judge.others() is None
-    second.report(Report(32.0, (IDLE,)))
-    heard = judge.others()
-    assert heard is not None
-    assert [one.sightings for one in heard] == [(WAITS,), (IDLE,)]
-    assert 31.0 <= heard[0].quiet < 40.0
-    second.report(None)
-    assert judge.others() is None
-    store.lost[2] = "cut off"
-    assert len(judge.others() or ()) == 1
-    judge.call(1)
-    assert first.called == 1
-    assert judge.testimonies(1) is None
-    first.testify(1, [laggard(lines=[SLEEP])])
-    assert judge.testimonies(1) == [laggard(lines=[SLEEP])]
-    announcement = Announcement(("a", "b"), {"headline": "h"}, kills=True)
-    judge.announce(announcement)
-    assert [list(court.announced) for court in (judge, first)] == [[announcement]] * 2
-
-
 def test_a_stack_ends_with_the_script() -> None:
     launch = str(worker.__file__)
     lines = [Line("/lib/torch/x.py", 3, "wait"), Line("/home/ada/train.py", 5, "<module>"), Line(launch, 9, "run")]

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from phalanx.launch.hearing import Announcement, Court, Hearing, Report
-from phalanx.launch.tidings import Tidings
 
-from phalanx import events, status
+from phalanx import events, messages, status
+from phalanx.errors import ForeignData
 from phalanx.launch.agent import crew
 from phalanx.launch.agent.watchdogs import Sentries
+from phalanx.launch.multinode.single_node import Exchange
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
-from phalanx.status import layout, rank_record
+from phalanx.status import layout
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals
 from phalanx.system import procfs
 from phalanx.watchdog.stall import progress, snapshot
+from phalanx.watchdog.stall.across_nodes import StallExchange, StallOver, StallSnapshot, StallVerdict
 from phalanx.watchdog.stall.progress import Vigil
 from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
 from phalanx.watchdog.stall.threshold import Sighting
+from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport
 
 STALL_AFTER = 0.5
 LONG = 20.0
@@ -50,8 +50,8 @@ class Ranks:
     def call(self, rank: int, op: int) -> int:
         return self.pages[rank].begin(layout.kind_of(self.groups[rank], op, 1), 1, 10)
 
-    def watch(self, hearing: Hearing, stall_after: float = STALL_AFTER) -> StallWatch:
-        return StallWatch(Terms(stall_after, kills=False), self.directory, "runs/x", hearing, lambda: None)
+    def watch(self, exchange: StallExchange, stall_after: float = STALL_AFTER) -> StallWatch:
+        return StallWatch(Terms(stall_after, kills=False), self.directory, "runs/x", exchange, lambda: None)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         sleeper.wait()
 
 
-def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[Announcement]:
+def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[StallVerdict]:
     """Turns the watch until it says something, at most for so long."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -77,7 +77,7 @@ def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[Announcement]:
 
 
 def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks) -> None:
-    watch = ranks.watch(Hearing())
+    watch = ranks.watch(StallExchange())
     (first,) = look(watch, ranks, LONG)
     assert first.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32), tests/unit/test_stall_watch.py:")
     assert first.lines[2] == "  rank 1 is missing: it sleeps"
@@ -97,7 +97,7 @@ def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks)
 
 def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.watchdog.stall.stall_detector._LOOK_AGAIN", 1000)
-    watch = ranks.watch(Hearing())
+    watch = ranks.watch(StallExchange())
     assert look(watch, ranks, LONG)
     ranks.call(1, layout.BARRIER)
     assert look(watch, ranks, 4.0)
@@ -106,7 +106,7 @@ def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
 
 def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.watchdog.stall.stall_detector._AGAIN", 3)
-    watch = ranks.watch(Hearing())
+    watch = ranks.watch(StallExchange())
     (first,) = look(watch, ranks, LONG)
     (again,) = look(watch, ranks, LONG)
     assert first.lines[1:3] == again.lines[1:3]
@@ -116,54 +116,69 @@ def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: py
 
 
 def test_without_a_limit_nothing_is_watched(ranks: Ranks) -> None:
-    assert not look(ranks.watch(Hearing(), stall_after=0.0), ranks, 2.0)
+    assert not look(ranks.watch(StallExchange(), stall_after=0.0), ranks, 2.0)
 
 
 def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
-    """A node whose ranks get on says so instead of testifying; then there is no verdict."""
-    written: list[tuple[Any, ...]] = []
-    court = Court(0, 0, range(2), {}, lambda *entry: written.append(entry))
-    watch = ranks.watch(court)
-    still = {"1": json.loads(json.dumps(dataclasses.asdict(Report(30.0, (Sighting(2),)))))}
-    assert not look(watch, ranks, 0.8)
-    assert not written, "the other node gets on"
-    court.on_reports(still)
-    until_called(watch, ranks, written, 1)
-    court.on_reports({"1": None})
-    assert not look(watch, ranks, 2.5)
-    court.on_reports(still)
-    until_called(watch, ranks, written, 2)
+    """The snapshots of all nodes, with the stacks; a node whose ranks make progress has withdrawn its own."""
+    published: list[bytes] = []
+    exchange = StallExchange(0, 0, range(2), {}, published.append)
+    watch = ranks.watch(exchange)
+    without = messages.encode(StallSnapshot(30.0, (Sighting(2),)))
+    assert not look(watch, ranks, 1.0)
+    (own,) = map(snapshot, published)
+    assert own.records is None, "the other node makes progress, so no rank need be asked"
+    exchange.receive(1, without)
+    until(lambda: snapshot(published[-1]).records is not None, watch, ranks)
+    assert len(published) == 2
+    exchange.receive(1, messages.encode(StallOver()))
     record = RankRecord(2, "elsewhere", quiet=31.0, vitals=Vitals(7, "S"))
-    court.on_testimony(2, 1, [json.loads(json.dumps(rank_record.to_fields(record)))])
+    complete = messages.encode(StallSnapshot(30.0, (Sighting(2),), (record,)))
+    assert not look(watch, ranks, 1.0)
+    exchange.receive(1, complete)
     (verdict,) = look(watch, ranks, LONG)
     assert verdict.verdict is not None
     assert "=== rank 2 on elsewhere" in (ranks.directory / "stall-1.txt").read_text()
-    assert written[-1][0] == "announce"
+    assert published[-1] == messages.encode(verdict)
     watch.close()
 
 
-def test_a_report_that_has_not_changed_is_as_old_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("phalanx.launch.hearing.time", SimpleNamespace(monotonic=lambda: now[0]))
-    court = Court(0, 0, range(2), {}, lambda *_: None)
-    still, changed = (dataclasses.asdict(Report(30.0, (Sighting(rank),))) for rank in (2, 3))
-    for at, report, quiet in ((100.0, still, 30.0), (105.0, still, 35.0), (107.0, changed, 30.0)):
-        now[0] = at
-        court.on_reports({"1": json.loads(json.dumps(report))})
-        assert [other.quiet for other in court.others() or []] == [quiet]
+def test_a_node_that_does_not_judge(ranks: Ranks) -> None:
+    """It says what it knows, and repeats what the judge has concluded."""
+    published: list[bytes] = []
+    exchange = StallExchange(1, 0, range(2), {}, published.append)
+    watch = ranks.watch(exchange)
+    exchange.receive(0, messages.encode(StallSnapshot(30.0, (Sighting(2),))))
+    until(lambda: bool(published) and snapshot(published[-1]).records is not None, watch, ranks)
+    assert not list(watch.announced())
+    verdict = StallVerdict(("a", "b"), {"headline": "h"}, kills=True)
+    exchange.receive(1, messages.encode(StallVerdict(("not the judge",))))
+    exchange.receive(0, messages.encode(verdict))
+    assert list(watch.announced()) == [verdict]
+    entry = ranks.call(1, layout.BARRIER)
+    ranks.pages[1].end(entry, 0.5)
+    until(lambda: published[-1] == messages.encode(StallOver()), watch, ranks)
+    watch.close()
 
 
-def test_a_node_that_is_lost_is_not_waited_for() -> None:
-    lost: dict[int, str] = {}
-    court = Court(0, 0, range(3), lost, lambda *_: None)
-    court.on_reports({"1": json.loads(json.dumps(dataclasses.asdict(Report(30.0, ()))))})
-    court.on_testimony(1, 1, [])
-    court.on_tidings(1, Tidings("elsewhere", {}, {}).to_fields())
-    assert court.others() is court.testimonies(1) is court.tidings() is None
+def snapshot(body: bytes) -> StallSnapshot:
+    return messages.decode(body, StallSnapshot, "a test")
+
+
+def test_a_snapshot_grows_older_and_a_lost_node_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lost = [100.0], {}
+    monkeypatch.setattr("phalanx.watchdog.stall.across_nodes.time", SimpleNamespace(monotonic=lambda: now[0]))
+    stalls, paces = StallExchange(0, 0, range(3), lost), PaceExchange(0, 0, range(3), lost)
+    record = RankRecord(2, quiet=40.0)
+    stalls.receive(1, messages.encode(StallSnapshot(30.0, (Sighting(2),), (record,))))
+    paces.receive(1, messages.encode(PaceReport("elsewhere", {}, {})))
+    assert stalls.others() is paces.others() is None
     lost[2] = "it has no power"
-    assert len(court.others() or []) == 1
-    assert court.testimonies(1) == []
-    assert [each.host for each in court.tidings() or []] == ["elsewhere"]
+    now[0] = 105.0
+    assert [(one.quiet, one.records and one.records[0].quiet) for one in stalls.others() or []] == [(35.0, 45.0)]
+    assert [one.host for one in paces.others() or []] == ["elsewhere"]
+    with pytest.raises(ForeignData):
+        stalls.receive(1, b"\x80\x04cos\nsystem")
 
 
 def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
@@ -179,9 +194,9 @@ def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
     assert progress.quiet(now) == pytest.approx(now - written, abs=0.1)
 
 
-def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]], number: int) -> None:
+def until(done: Callable[[], bool], watch: StallWatch, ranks: Ranks) -> None:
     deadline = time.monotonic() + LONG
-    while ("call", number) not in written:
+    while not done():
         assert time.monotonic() < deadline
         assert not look(watch, ranks, 0.1)
 
@@ -189,7 +204,7 @@ def until_called(watch: StallWatch, ranks: Ranks, written: list[tuple[Any, ...]]
 def test_what_is_known_before_is_better_than_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inquiry itself may fail, wherever; the verdict is told all the same."""
     monkeypatch.setattr(snapshot, "stacks_of", lambda *_: 1 / 0)
-    (announcement,) = look(ranks.watch(Hearing()), ranks, LONG)
+    (announcement,) = look(ranks.watch(StallExchange()), ranks, LONG)
     assert announcement.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32)")
     assert "what could be found out (ZeroDivisionError: division by zero): runs/x/stall-1.txt" in announcement.lines[-1]
 
@@ -230,7 +245,7 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
     record = SimpleNamespace(note=lambda event, **fields: noted.append(fields["traceback"]))
     voice = SimpleNamespace(say=lambda lines, *_: said.extend(lines))
     sentries = Sentries(cast(Any, spec), tmp_path, cast(Any, record), cast(Any, voice), lambda: None)
-    sentries.begin("runs/x", Hearing())
+    sentries.begin("runs/x", Exchange())
 
     def fail(*_: Any) -> None:
         raise RuntimeError("can't start new thread")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from phalanx.status import Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.system import cgroups, procfs
 from phalanx.watchdog.straggler import conditions, straggler_text
+from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport
 from phalanx.watchdog.straggler.conditions import Conditions
 from phalanx.watchdog.straggler.pace import Pace
 from phalanx.watchdog.straggler.straggler_detector import Field, Judge, Straggler, slowest
@@ -233,42 +233,40 @@ def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.
     """Rank 3, on the second node, is slow: the second sends what it knows, and the first says it to both."""
     now = 0.0
     monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
-    written: list[tuple[Any, ...]] = []
-    courts = [Court(node, 0, range(2), {}, lambda *entry: written.append(entry)) for node in range(2)]
+    published: list[tuple[bytes, bool]] = []
+    exchanges = [PaceExchange(node, 0, range(2), {}, lambda *entry: published.append(entry)) for node in range(2)]
     agents = [Pace(tmp_path) for _ in range(2)]
     members: list[Any] = [
         {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in ranks} for ranks in ((0, 1), (2, 3))
     ]
-    for agent, court in zip(agents, courts, strict=True):
-        agent.begin(court)
+    for agent, exchange in zip(agents, exchanges, strict=True):
+        agent.begin(exchange)
     for moment in range(4):
         for rank in range(4):
             write_windows(status.status_path(tmp_path, rank), rank, 20 + 20 * moment, 0.030 + 0.010 * (rank == 3))
-        for court, agent, own in zip(courts, agents, members, strict=True):
+        for exchange, agent, own in zip(exchanges, agents, members, strict=True):
             now = 10.0 * (moment + 1)
             agent.look(own)
-            if court.is_judge and moment == 0:
-                assert not written, "it does not judge without the other one"
-        sent = [entry for entry in written if entry[0] == "send"]
-        courts[0].on_tidings(sent[-1][1], json.loads(json.dumps(sent[-1][2])))
+            if exchange.is_judge and moment == 0:
+                assert not published, "it does not judge without the other one"
+        exchanges[0].receive(1, [body for body, to_all in published if not to_all][-1])
     now = 100.0
     agents[0].look(members[0])
-    (announced,) = courts[0].announced
-    assert announced.straggler is not None
+    (announced,) = exchanges[0].announced
     assert (announced.straggler["rank"], announced.straggler["phases"]) == (3, ("data",))
     assert announced.straggler["conditions"]["cores"] > 0
     assert announced.lines[0].startswith("rank 3 is 33 % slower than the median (own work 40 ms a step against 30 ms)")
-    (passed_on,) = [entry[1] for entry in written if entry[0] == "announce"]
-    courts[1].on_announced(json.loads(json.dumps(passed_on)))
-    assert courts[1].announced[0].lines == announced.lines
+    (passed_on,) = [body for body, to_all in published if to_all]
+    exchanges[1].receive(0, passed_on)
+    assert exchanges[1].announced[0].lines == announced.lines
 
 
 def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
     monkeypatch.setattr("phalanx.watchdog.straggler.pace._LONG_ENOUGH", 0.0)
-    hearing, pace = Hearing(), Pace(tmp_path)
-    pace.begin(hearing)
+    exchange, pace = PaceExchange(), Pace(tmp_path)
+    pace.begin(exchange)
     members: Any = {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in range(2)}
     latest: dict[int, list[Window]] = {}
     monkeypatch.setattr("phalanx.status.windows", lambda path: latest[int(path.stem.partition("-")[2])])
@@ -277,25 +275,20 @@ def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytes
         latest.update({rank: [step[rank] for step in found] for rank in range(2)})
         now += 10.0
         pace.look(members)
-    assert [bool(one.lines) for one in hearing.announced] == [True] * 4 + [False] * 4
-    assert [one.straggler["is_over"] for one in hearing.announced if one.straggler] == [False, True] * 4
+    assert [bool(one.lines) for one in exchange.announced] == [True] * 4 + [False] * 4
+    assert [one.straggler["is_over"] for one in exchange.announced] == [False, True] * 4
 
 
-def test_tidings_go_through_a_store(tmp_path: Path) -> None:
-    import torch.distributed as dist
-
-    store, told = dist.HashStore(), []
-    docket = Docket(store, "attempt/0", 3)
-    clerk = Clerk(True, lambda what, **fields: told.append((what, fields)))
-    sent = Tidings(
+def test_a_report_of_another_node_is_read_as_it_was_written() -> None:
+    published: list[bytes] = []
+    sender = PaceExchange(1, 0, range(2), {}, lambda body, to_all: published.append(body))
+    judge = PaceExchange(0, 0, range(2), {})
+    sent = PaceReport(
         "b", {2: (window(20), window(30, data=1.0)), 3: ()}, {2: Conditions(0.5, 0.5, 0.5, 0.5, 1, 2, 0.5, 1.0, 2)}
     )
-    docket.send(1, sent.to_fields())
-    clerk.look(docket)
-    clerk.look(docket)
-    (fields,) = [fields for what, fields in told if what == "tidings"]
-    assert fields["node"] == 1
-    assert Tidings.from_fields(fields["tidings"]) == sent
+    sender.report(sent)
+    judge.receive(1, published[0])
+    assert judge.others() == [sent]
 
 
 # ---- the machine

@@ -31,7 +31,7 @@ FLAGS = """
 --master-addr --master-port --max-restarts
 --module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --numa-binding --on-stall --preload
 --rdzv-backend --rdzv-conf
---rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --role --run-path --shutdown-timeout
+--rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --role --run-path --secret-file --shutdown-timeout
 --signals-to-handle --ssh --stall-after --standalone
 --start-method --tee --virtual-local-rank
 """.split()
@@ -45,6 +45,7 @@ TORCH_NCCL_ASYNC_ERROR_HANDLING WORLD_SIZE
 """.split()
 
 READ_ONLY = """
+PHALANX_SECRET
 MPI_LOCALNRANKS MPI_LOCALRANKID NO_COLOR OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_COMM_WORLD_RANK
 OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE PYTHON_EXEC SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_LOCALID
 SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID SLURM_STEP_NODELIST
@@ -77,7 +78,7 @@ EDGES = {
     "events": set(),
     "join": set(),
     # cluster: only for SLURM's allocation; cli: only from launch/__main__.py
-    "launch": {"diagnose", "cli", "cluster"},
+    "launch": {"diagnose", "cli", "cluster", "watchdog"},
     "messages": set(),
     "notices": set(),
     "parallel": {"backends", "diagnose", "world"},  # diagnose only for the words about gradients that are missing
@@ -94,6 +95,7 @@ EDGES = {
     "torch_compat": set(),
     "testing": {"launch", "parallel", "phalanx", "world"},
     "train": {"comm", "world"},
+    "watchdog": {"diagnose"},
     "world": {"backends", "cluster", "join"},
 }
 
@@ -101,7 +103,7 @@ WITHOUT_TORCH_IN_CHECKPOINT = {"command", "local", "manifest", "place", "remote"
 """What ls and verify need."""
 
 # spawn only to raise mp.spawn's own exceptions; rendezvous and elastic in the keeper alone
-TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic", "elastic_state"}
+TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic", "elastic_state", "store_session"}
 
 
 def test_public_names() -> None:
@@ -216,7 +218,7 @@ def test_import_edges() -> None:
 def test_only_the_named_modules_of_launch_import_torch() -> None:
     users = {
         path.stem
-        for path in (SOURCE / "launch").glob("*.py")
+        for path in (SOURCE / "launch").rglob("*.py")
         if any(module.partition(".")[0] in ("torch", "numpy") for module in _imports(path))
     }
     assert users == TORCH_IN_LAUNCH

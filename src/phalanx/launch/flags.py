@@ -80,6 +80,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--rdzv-timeout", "seconds to wait for the other machines (default 300)", "S", 300.0, float),
         Flag("--interface", "the network to the other machines (default: the one that leads to the master)", "NAME"),
         Flag("--local-addr", "address of this machine, for several machines", "HOST"),
+        Flag("--secret-file", "what the machines prove to each other that they belong to this run", "FILE"),
     ),
     "one command for all machines": (
         Flag("--hosts", "start there over ssh: host or host:processes; the first has rank 0", "A:8,B:8", short="-H"),

@@ -174,6 +174,7 @@ def _meeting(arguments: argparse.Namespace) -> dict[str, Any]:
         "rdzv_timeout": settings.get("join_timeout", settings.get("timeout", arguments.rdzv_timeout)),
         "last_call": settings.get("last_call_timeout", LaunchSpec.last_call),
         "is_host": bool(settings["is_host"]) if "is_host" in settings else None,
+        "secret_file": arguments.secret_file,
     }
 
 

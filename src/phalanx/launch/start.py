@@ -30,6 +30,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
     spec = _bind(spec, environ)
     _raise_file_limit(spec)
     route = find_route(spec)
+    secret.load(spec.secret_file, environ)
     if route is None:
         secret.make()
     with contextlib.ExitStack() as stack:
@@ -38,7 +39,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
             stack.enter_context(contextlib.closing(listener))
         directory = events.new_run_directory(Path(spec.log_dir), events.new_run_id())
         environment = {
-            **environ,
+            **{name: value for name, value in environ.items() if name != secret.VARIABLE},
             **thread_setting(spec.nproc_per_node, environ, spec.cpus),
             "PHALANX_RUN_DIR": str(directory),
         }

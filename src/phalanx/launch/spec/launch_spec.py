@@ -88,6 +88,8 @@ class LaunchSpec:
     """Seconds to wait for more nodes when the fewest that are needed have come."""
     is_host: bool | None = None
     """Whether this node serves the c10d meeting; None: when the address is one of its own."""
+    secret_file: str | None = None
+    """What the nodes prove to each other that they belong together, when they are started one by one."""
     run_id: str = "none"
     role: str = "default"
     max_restarts: int = 0
