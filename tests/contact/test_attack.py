@@ -26,6 +26,7 @@ from phalanx.errors import ForeignData, UsageError
 from phalanx.shm.node import p2p, segment
 from phalanx.store.join import Claim
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port
+from tests.contact.conftest import FULL
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root can act as two other users, with util-linux"
@@ -85,17 +86,22 @@ def owned(directory: Path, uid: int, mode: int = 0o755) -> Path:
     return directory
 
 
-def run(cwd: Path, uid: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def start_as(uid: int, cwd: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         as_user(uid, sys.executable, "-m", "phalanx", "run", *arguments),
         cwd=cwd,
         env={**os.environ, "HOME": str(cwd)},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
-        check=False,
     )
+
+
+def run(cwd: Path, uid: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = start_as(uid, cwd, *arguments)
+    out, err = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def overwritten(attacker: subprocess.Popen[str]) -> str:
@@ -112,10 +118,7 @@ def test_a_pickle_in_the_rendezvous(place: Path, attack, record_property) -> Non
     """
     home, marker = owned(place / "home", VICTIM), owned(place / "open", ATTACKER, 0o777) / "marker"
     (home / "train.py").write_text("print('trained')")
-    port = free_port()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel only chooses an address of this machine
-        host = probe.getsockname()[0]
+    port, host = free_port(), own_address()
     attacker = attack("store", host, port, marker, "torch.rendezvous.phalanx")
     flags = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}", "--rdzv-id", "x", "--rdzv-timeout", "20")
     done = run(home, VICTIM, *WITHOUT_TORCH, "--nnodes", "2:3", *flags, "train.py")
@@ -124,6 +127,68 @@ def test_a_pickle_in_the_rendezvous(place: Path, attack, record_property) -> Non
     assert done.returncode == 1
     assert "the store where the nodes meet holds what phalanx did not write there" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+STEPPING = """
+import os, sys, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("stepping", flush=True)
+    time.sleep(float(sys.argv[1]))
+    sys.exit(3 if os.environ["RANK"] == "1" and len(sys.argv) > 2 else 0)
+print("trained", "PHALANX_SECRET" in os.environ, flush=True)
+"""
+
+
+def test_messages_between_nodes(place: Path, attack, record_property) -> None:
+    """A second user writes whatever it likes into the store where the nodes of a run meet, and to their connections.
+
+    It does so from the start of a run whose rank 1 fails once, and after the start of one with torch's rendezvous,
+    whose own state it can damage. Both get to their ends as if nobody was there.
+    """
+    home, host = owned(place / "home", VICTIM), own_address()
+    (home / "train.py").write_text(STEPPING)
+    (home / "secret").write_text("correct horse battery staple")
+    (home / "secret").chmod(0o600)
+    os.chown(home / "secret", VICTIM, VICTIM)
+    ports = [free_port(), free_port()]
+    seconds = "13" if FULL else "2"  # a node may be silent for 10
+    attackers = [attack("nodes", host, ports[0])]
+    fixed = ["--nnodes", "2", "--master-addr", host, "--master-port", str(ports[0]), "--max-restarts", "1"]
+    elastic = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{ports[1]}"]
+    flags = [*WITHOUT_TORCH, "--secret-file", "secret", "--rdzv-timeout", "60"]
+    agents = [
+        start_as(VICTIM, home, *flags, *fixed, "--node-rank", "0", "train.py", seconds, "fail"),
+        start_as(VICTIM, home, *flags, *fixed, "--node-rank", "1", "train.py", seconds, "fail"),
+        start_as(VICTIM, home, *flags, *elastic, "train.py", seconds),
+        start_as(VICTIM, home, *flags, *elastic, "train.py", seconds),
+    ]
+    for agent in agents[2:]:
+        assert agent.stdout is not None
+        assert "stepping" in agent.stdout.readline()
+    attackers.append(attack("nodes", host, ports[1]))
+    outputs = [agent.communicate(timeout=120) for agent in agents]
+    told = [end(attacker) for attacker in attackers]
+    assert [agent.returncode for agent in agents] == [0, 0, 0, 0], outputs
+    for out, err in outputs[:2]:
+        assert "trained False" in out
+        assert err.count("starting again, attempt 2 of 2") == 1
+        assert "rank 1 failed: sys.exit(3) at train.py:6; starting again" in err
+    for _, err in outputs:
+        assert "Traceback" not in err
+        assert "forged" not in err
+        assert " is lost" not in err
+    assert "overwritten phalanx/hub" in told[0]
+    assert "forged" in told[1]
+    assert "overwritten /torch.rendezvous.phalanx.none" in told[1]
+    keys = {line for text in told for line in text.splitlines() if line.startswith("overwritten")}
+    record_property("result", f"{len(keys)} keys overwritten, no message was followed")
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel only chooses an address of this machine
+        return probe.getsockname()[0]
 
 
 TRAINING = """

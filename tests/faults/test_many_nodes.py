@@ -98,13 +98,15 @@ def await_file(path: Path) -> None:
 
 
 def test_nodes_of_different_size_meet_restart_and_fail_together(pair: VirtualNodes, tmp_path: Path) -> None:
-    outputs = ends(start_all(pair, tmp_path, [2, 1], "die", "2", "raise", "0", flags=["--max-restarts", "1"]))
+    flags = ["--max-restarts", "1", "--secret-file", str(secret_file(tmp_path / "secret"))]
+    outputs = ends(start_all(pair, tmp_path, [2, 1], "die", "2", "raise", "0", flags=flags))
     check_cause(outputs, 0)
     for _, _, err in outputs:
         assert "rank 2 failed: SIGKILL" in err
         assert "starting again, attempt 2 of 2" in err
         assert "timed out" not in err
         assert "Exception" not in err
+        assert "is trusted" not in err
     for attempt in ("0", "1"):
         assert places(outputs, int(attempt)) == [
             ["0", "3", "0", "2", "0", attempt, "3.0"],
@@ -179,6 +181,28 @@ def test_nodes_that_do_not_belong_together(flags: list[str], text: str, pair: Vi
         assert re.search(text, err), err
 
 
+def test_nodes_with_different_secrets(pair: VirtualNodes, tmp_path: Path) -> None:
+    """Each side says so, and neither waits longer than for a node that does not come. Two pairs at once."""
+    agents = []
+    for port, secrets in ((29510, ("a", "b")), (29511, ("a", None))):
+        for rank, name in enumerate(secrets):
+            flags = [*at(pair, port=port), "--rdzv-timeout", "6"]
+            if name is not None:
+                flags += ["--secret-file", str(secret_file(tmp_path / name))]
+            (tmp_path / str(port)).mkdir(exist_ok=True)
+            agents.append(agent(pair[rank], tmp_path / str(port), rank, flags, []))
+    for rank, ended in zip((0, 1, 0, 1), ends(agents, 60), strict=True):
+        check_refusal(ended, "give all nodes the same --secret-file")
+        said = "with another secret, or without one" if rank == 0 else "have different secrets, or one of them has none"
+        assert said in ended[2]
+
+
+def secret_file(path: Path) -> Path:
+    path.write_text(path.name * 32)
+    path.chmod(0o600)
+    return path
+
+
 def test_an_interrupt_while_waiting_for_the_others(pair: VirtualNodes, tmp_path: Path) -> None:
     """At once, whatever the time left; the leak police sees that nothing waits on. Each node waits for the other."""
     agents = [agent(pair[rank], tmp_path, rank, at(pair, port=29510 + rank), []) for rank in (0, 1)]
@@ -209,7 +233,10 @@ def test_the_reference_experiment_on_two_nodes(tmp_path: Path) -> None:
 
 def test_one_cause_on_every_console(pair: VirtualNodes, tmp_path: Path) -> None:
     """Rank 2, on the second node; how it is with rank 0, see above."""
-    check_cause(ends(start_all(pair, tmp_path, [2, 1], "raise", "2")), 2)
+    outputs = ends(start_all(pair, tmp_path, [2, 1], "raise", "2"))
+    check_cause(outputs, 2)
+    for _, _, err in outputs:
+        assert "the nodes share no secret, so everybody on their network is trusted" in err
 
 
 def check_cause(outputs: Sequence[tuple[int, str, str]], who: int) -> None:

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 STORE = "the store where the nodes meet"
 _HUB = "phalanx/hub"
 _LOOK_EVERY = 0.05
-_ADVERTISE_EVERY = 0.25
+_ADVERTISE_EVERY = 0.1
+_READ_EVERY = 0.02
 _ANSWER = 5.0
+_TRY_AGAIN = 10.0
 _SLICE = 1.0
 _LAST_WORDS = 5.0
 
@@ -93,22 +95,23 @@ class Reception:
     def connect(self, store: Store, host: str, own: NodeInfo, timeout: float, notice: Callable[[str], None]) -> Spoke:
         """Connects to the hub. Somebody may have overwritten its address, so others are tried until the time is up."""
         deadline = time.monotonic() + timeout
-        refused: set[int] = set()
+        refused: dict[int, float] = {}
         while True:
-            port = _hub_port(store)
-            if port is not None and (spoke := self._try(host, port, own)) is not None:
-                return spoke
-            if port is not None and port not in refused:
-                refused.add(port)
-                notice(f"{host}:{port} is no node of this run, or has another secret; trying again")
-            if time.monotonic() >= deadline:
+            port, now = _hub_port(store), time.monotonic()
+            if port is not None and now >= refused.get(port, now):
+                if (spoke := self._try(host, port, own)) is not None:
+                    return spoke
+                if not refused:
+                    notice(f"{host}:{port} is no node of this run, or has another secret; trying again")
+                refused[port] = time.monotonic() + _TRY_AGAIN
+            if now >= deadline:
                 raise JoinError(
                     f"{host} and this node have different secrets, or one of them has none; "
                     "give all nodes the same --secret-file."
                     if refused
                     else f"{host} has not said within {timeout:g} s where the nodes meet; is another program there?"
                 )
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_READ_EVERY)
 
     def _try(self, host: str, port: int, own: NodeInfo) -> Spoke | None:
         try:

@@ -74,6 +74,8 @@ class StoreSession:
         self._workers: tuple[socket.socket, Store] | None = None
         """The socket of the workers' store and the store, on the first node."""
         self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._is_complete = threading.Event()
+        """No other node can come any more."""
         self._is_over = threading.Event()
         self._has_obeyed = threading.Event()
 
@@ -88,6 +90,7 @@ class StoreSession:
         # If the store has stopped answering, this is not the place to wait for it.
         self._has_obeyed.wait(_LAST_WORDS + 1.0)
         self._is_over.set()
+        self._is_complete.set()
         self._tell(protocol.Goodbye())
 
     def _obey_all(self) -> None:
@@ -130,6 +133,7 @@ class StoreSession:
         else:
             self._own = info.node
             self._reception.sign_in("run", info, terms.timeout, self._tell_waiting)
+            self._is_complete.set()
         self._tell(protocol.Joined(self._own, self._nodes))
 
     def _open(self, order: protocol.Meet, info: NodeInfo) -> None:
@@ -138,7 +142,7 @@ class StoreSession:
             self._hosted = tcp_store.serve(order.host, self._listener, timeout=60.0)
             hub = Hub(_listen(self._listener.getsockname()[0]), info, order.elastic, self._reception.hear)
             self._reception.serve(hub)
-            advertising = self._hosted, hub.port, self._is_over
+            advertising = self._hosted, hub.port, self._is_complete
             threading.Thread(target=rendezvous.advertise, args=advertising, name="hub-address", daemon=True).start()
         store = tcp_store.connect(order.host, order.port, timeout, self._notice)
         if self._listener is None:
