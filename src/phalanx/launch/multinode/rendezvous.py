@@ -19,7 +19,7 @@ from phalanx.launch.multinode import protocol
 from phalanx.launch.multinode.hub import Hub
 from phalanx.launch.multinode.links import Cut, Spoke, Tell
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, NodesMissing
-from phalanx.messages import Port, Record
+from phalanx.messages import Name, Port, Record
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -36,16 +36,17 @@ _LAST_WORDS = 5.0
 
 
 class HubAddress(Record, frozen=True):
-    """Where the serving node's hub listens, at the store's own address."""
+    """Where the serving node's hub listens."""
 
+    address: Name
     port: Port
 
 
-def advertise(store: Store, port: int, done: threading.Event) -> None:
+def advertise(store: Store, address: str, port: int, done: threading.Event) -> None:
     """Writes it again and again: somebody may have overwritten it."""
     with contextlib.suppress(RuntimeError):  # the store is gone, and the run with it
         while not done.is_set():
-            store.set(_HUB, messages.encode(HubAddress(port)).decode())
+            store.set(_HUB, messages.encode(HubAddress(address, port)).decode())
             done.wait(_ADVERTISE_EVERY)
 
 
@@ -95,15 +96,15 @@ class Reception:
     def connect(self, store: Store, host: str, own: NodeInfo, timeout: float, notice: Callable[[str], None]) -> Spoke:
         """Connects to the hub. Somebody may have overwritten its address, so others are tried until the time is up."""
         deadline = time.monotonic() + timeout
-        refused: dict[int, float] = {}
+        refused: dict[HubAddress, float] = {}
         while True:
-            port, now = _hub_port(store), time.monotonic()
-            if port is not None and now >= refused.get(port, now):
-                if (spoke := self._try(host, port, own)) is not None:
+            hub, now = _hub_address(store), time.monotonic()
+            if hub is not None and now >= refused.get(hub, now):
+                if (spoke := self._try(hub, own)) is not None:
                     return spoke
                 if not refused:
-                    notice(f"{host}:{port} is no node of this run, or has another secret; trying again")
-                refused[port] = time.monotonic() + _TRY_AGAIN
+                    notice(f"{hub.address}:{hub.port} is no node of this run, or has another secret; trying again")
+                refused[hub] = time.monotonic() + _TRY_AGAIN
             if now >= deadline:
                 raise JoinError(
                     f"{host} and this node have different secrets, or one of them has none; "
@@ -113,9 +114,9 @@ class Reception:
                 )
             time.sleep(_READ_EVERY)
 
-    def _try(self, host: str, port: int, own: NodeInfo) -> Spoke | None:
+    def _try(self, hub: HubAddress, own: NodeInfo) -> Spoke | None:
         try:
-            sock = socket.create_connection((host, port), _ANSWER)
+            sock = socket.create_connection((hub.address, hub.port), _ANSWER)
         except OSError:
             return None
         self._answers = SimpleQueue()
@@ -159,10 +160,10 @@ class Reception:
                 raise NodesMissing(f"the serving node has not answered within {waited:.0f} s.")
 
 
-def _hub_port(store: Store) -> int | None:
+def _hub_address(store: Store) -> HubAddress | None:
     if not store.check([_HUB]):
         return None
     try:
-        return messages.decode(store.get(_HUB), HubAddress, STORE).port
+        return messages.decode(store.get(_HUB), HubAddress, STORE)
     except ForeignData:  # the serving node writes it again
         return None

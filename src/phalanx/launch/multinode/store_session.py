@@ -140,9 +140,10 @@ class StoreSession:
         timeout = order.terms.timeout
         if self._listener is not None:
             self._hosted = tcp_store.serve(order.host, self._listener, timeout=60.0)
-            hub = Hub(_listen(self._listener.getsockname()[0]), info, order.elastic, self._reception.hear)
+            address = self._listener.getsockname()[0]
+            hub = Hub(_listen(address), info, order.elastic, self._reception.hear)
             self._reception.serve(hub)
-            advertising = self._hosted, hub.port, self._is_complete
+            advertising = self._hosted, address, hub.port, self._is_complete
             threading.Thread(target=rendezvous.advertise, args=advertising, name="hub-address", daemon=True).start()
         store = tcp_store.connect(order.host, order.port, timeout, self._notice)
         if self._listener is None:
