@@ -16,12 +16,12 @@ from phalanx import events, messages, status
 from phalanx.errors import ForeignData
 from phalanx.launch.agent import crew
 from phalanx.launch.agent.watchdogs import Sentries
-from phalanx.launch.multinode.single_node import Exchange
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals
 from phalanx.system import procfs
+from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.stall import progress, snapshot
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallOver, StallSnapshot, StallVerdict
 from phalanx.watchdog.stall.progress import Vigil
@@ -77,7 +77,7 @@ def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[StallVerdict]:
 
 
 def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks) -> None:
-    watch = ranks.watch(StallExchange())
+    watch = ranks.watch(StallExchange(Exchange()))
     (first,) = look(watch, ranks, LONG)
     assert first.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32), tests/unit/test_stall_watch.py:")
     assert first.lines[2] == "  rank 1 is missing: it sleeps"
@@ -97,7 +97,7 @@ def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks)
 
 def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.watchdog.stall.stall_detector._LOOK_AGAIN", 1000)
-    watch = ranks.watch(StallExchange())
+    watch = ranks.watch(StallExchange(Exchange()))
     assert look(watch, ranks, LONG)
     ranks.call(1, layout.BARRIER)
     assert look(watch, ranks, 4.0)
@@ -106,7 +106,7 @@ def test_a_change_is_seen_at_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
 
 def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.watchdog.stall.stall_detector._AGAIN", 3)
-    watch = ranks.watch(StallExchange())
+    watch = ranks.watch(StallExchange(Exchange()))
     (first,) = look(watch, ranks, LONG)
     (again,) = look(watch, ranks, LONG)
     assert first.lines[1:3] == again.lines[1:3]
@@ -116,13 +116,13 @@ def test_it_is_said_again_after_many_times_as_long(ranks: Ranks, monkeypatch: py
 
 
 def test_without_a_limit_nothing_is_watched(ranks: Ranks) -> None:
-    assert not look(ranks.watch(StallExchange(), stall_after=0.0), ranks, 2.0)
+    assert not look(ranks.watch(StallExchange(Exchange()), stall_after=0.0), ranks, 2.0)
 
 
 def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     """The snapshots of all nodes, with the stacks; a node whose ranks make progress has withdrawn its own."""
     published: list[bytes] = []
-    exchange = StallExchange(0, 0, range(2), {}, published.append)
+    exchange = StallExchange(Exchange(0, 0, range(2), {}, lambda topic, body, to_all: published.append(body)))
     watch = ranks.watch(exchange)
     without = messages.encode(StallSnapshot(30.0, (Sighting(2),)))
     assert not look(watch, ranks, 1.0)
@@ -146,7 +146,7 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
 def test_a_node_that_does_not_judge(ranks: Ranks) -> None:
     """It says what it knows, and repeats what the judge has concluded."""
     published: list[bytes] = []
-    exchange = StallExchange(1, 0, range(2), {}, published.append)
+    exchange = StallExchange(Exchange(1, 0, range(2), {}, lambda topic, body, to_all: published.append(body)))
     watch = ranks.watch(exchange)
     exchange.receive(0, messages.encode(StallSnapshot(30.0, (Sighting(2),))))
     until(lambda: bool(published) and snapshot(published[-1]).records is not None, watch, ranks)
@@ -168,7 +168,8 @@ def snapshot(body: bytes) -> StallSnapshot:
 def test_a_snapshot_grows_older_and_a_lost_node_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lost = [100.0], {}
     monkeypatch.setattr("phalanx.watchdog.stall.across_nodes.time", SimpleNamespace(monotonic=lambda: now[0]))
-    stalls, paces = StallExchange(0, 0, range(3), lost), PaceExchange(0, 0, range(3), lost)
+    exchange = Exchange(0, 0, range(3), lost)
+    stalls, paces = StallExchange(exchange), PaceExchange(exchange)
     record = RankRecord(2, quiet=40.0)
     stalls.receive(1, messages.encode(StallSnapshot(30.0, (Sighting(2),), (record,))))
     paces.receive(1, messages.encode(PaceReport("elsewhere", {}, {})))
@@ -204,7 +205,7 @@ def until(done: Callable[[], bool], watch: StallWatch, ranks: Ranks) -> None:
 def test_what_is_known_before_is_better_than_nothing(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inquiry itself may fail, wherever; the verdict is told all the same."""
     monkeypatch.setattr(snapshot, "stacks_of", lambda *_: 1 / 0)
-    (announcement,) = look(ranks.watch(StallExchange()), ranks, LONG)
+    (announcement,) = look(ranks.watch(StallExchange(Exchange())), ranks, LONG)
     assert announcement.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32)")
     assert "what could be found out (ZeroDivisionError: division by zero): runs/x/stall-1.txt" in announcement.lines[-1]
 

@@ -21,6 +21,7 @@ from phalanx import status
 from phalanx.status import Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.system import cgroups, procfs
+from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler import conditions, straggler_text
 from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport
 from phalanx.watchdog.straggler.conditions import Conditions
@@ -234,7 +235,10 @@ def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.
     now = 0.0
     monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
     published: list[tuple[bytes, bool]] = []
-    exchanges = [PaceExchange(node, 0, range(2), {}, lambda *entry: published.append(entry)) for node in range(2)]
+    exchanges = [
+        PaceExchange(Exchange(node, 0, range(2), {}, lambda topic, *entry: published.append(entry)))
+        for node in range(2)
+    ]
     agents = [Pace(tmp_path) for _ in range(2)]
     members: list[Any] = [
         {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in ranks} for ranks in ((0, 1), (2, 3))
@@ -265,7 +269,7 @@ def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytes
     now = 0.0
     monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
     monkeypatch.setattr("phalanx.watchdog.straggler.pace._LONG_ENOUGH", 0.0)
-    exchange, pace = PaceExchange(), Pace(tmp_path)
+    exchange, pace = PaceExchange(Exchange()), Pace(tmp_path)
     pace.begin(exchange)
     members: Any = {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in range(2)}
     latest: dict[int, list[Window]] = {}
@@ -281,8 +285,8 @@ def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytes
 
 def test_a_report_of_another_node_is_read_as_it_was_written() -> None:
     published: list[bytes] = []
-    sender = PaceExchange(1, 0, range(2), {}, lambda body, to_all: published.append(body))
-    judge = PaceExchange(0, 0, range(2), {})
+    sender = PaceExchange(Exchange(1, 0, range(2), {}, lambda topic, body, to_all: published.append(body)))
+    judge = PaceExchange(Exchange(0, 0, range(2)))
     sent = PaceReport(
         "b", {2: (window(20), window(30, data=1.0)), 3: ()}, {2: Conditions(0.5, 0.5, 0.5, 0.5, 1, 2, 0.5, 1.0, 2)}
     )

@@ -15,11 +15,11 @@ from phalanx.failure.oom import Counters
 from phalanx.failure.root_cause import is_victim
 from phalanx.launch.agent.attempt_run import Watch
 from phalanx.launch.agent.run_record import Record
-from phalanx.launch.multinode.single_node import Exchange
 from phalanx.launch.output.agent_lines import Voice
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.source_lines import source_of, users_line
 from phalanx.status.rank_record import MESSAGES
+from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.memory import MemoryWatch
 from phalanx.watchdog.stall.across_nodes import StallExchange
 from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
@@ -48,13 +48,10 @@ class Sentries:
     def begin(self, place: str, exchange: Exchange) -> None:
         """A new attempt. ``place``: the run directory as it is printed; ``exchange``: with the other nodes."""
         self.hang = self.standing = None
-        nodes = exchange.own, exchange.judge, exchange.nodes, exchange.lost
-        self._paces = PaceExchange(*nodes, lambda body, to_all: exchange.publish("pace", body, to_all))
-        stalls = StallExchange(*nodes, lambda body: exchange.publish("stall", body, True))
-        exchange.receivers.update(pace=self._paces.receive, stall=stalls.receive)
+        self._paces = PaceExchange(exchange)
         self._pace.begin(self._paces)
         self._memory = MemoryWatch(self._counters)
-        self._stall = StallWatch(self._terms, self._directory, place, stalls, self._wake)
+        self._stall = StallWatch(self._terms, self._directory, place, StallExchange(exchange), self._wake)
 
     def turn(self, watch: Watch) -> None:
         """To be called in every turn of the loop."""

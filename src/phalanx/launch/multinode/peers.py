@@ -15,10 +15,11 @@ from phalanx.errors import ForeignData, LaunchError
 from phalanx.events import Ending
 from phalanx.fd_channel import Channel
 from phalanx.launch.multinode import protocol
-from phalanx.launch.multinode.protocol import NodeInfo, Terms, Topic
-from phalanx.launch.multinode.single_node import Exchange, Loop, Note, RunOver
+from phalanx.launch.multinode.protocol import NodeInfo, Terms
+from phalanx.launch.multinode.single_node import Loop, Note, RunOver
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
 from phalanx.launch.spec.network import Route
+from phalanx.watchdog.exchange import Exchange, Topic
 
 _KEEPER_GONE = "the process that speaks with the other nodes has ended; all workers are ended."
 _TRUSTED = "the nodes share no secret, so everybody on their network is trusted; --secret-file gives them one"

@@ -6,7 +6,7 @@ sealed connections (links.py). What the watchdogs have to say travels in `Publis
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -15,8 +15,8 @@ from phalanx.errors import JoinError
 from phalanx.events import Ending
 from phalanx.fd_channel import Channel
 from phalanx.messages import Count, ExitCode, Message, Name, Port, Rank, Record, Seconds, Text
+from phalanx.watchdog.exchange import Topic
 
-Topic = Literal["stall", "pace"]
 NodeCount = Annotated[int, Meta(ge=1, lt=1 << 20)]
 
 

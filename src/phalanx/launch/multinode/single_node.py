@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,10 +11,10 @@ from phalanx.events import Ending
 from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
 from phalanx.launch.spec.network import Route
+from phalanx.watchdog.exchange import Exchange
 
 if TYPE_CHECKING:
     from phalanx.launch.multinode.peers import Peers
-    from phalanx.launch.multinode.protocol import Topic
 
 Loop = Callable[[Callable[[], bool]], None]
 """Runs the agent's event loop until something is true."""
@@ -32,22 +31,6 @@ class Note(Protocol):
     """Writes a line of the event file."""
 
     def __call__(self, kind: str, /, **fields: object) -> None: ...
-
-
-@dataclass
-class Exchange:
-    """The watchdogs' way to those of the other nodes, in one attempt. It carries bytes."""
-
-    own: int = 0
-    judge: int = 0
-    """The node that compares what all report."""
-    nodes: Collection[int] = (0,)
-    lost: Collection[int] = ()
-    """Grows."""
-    publish: Callable[[Topic, bytes, bool], None] = lambda topic, body, to_all: None
-    """To all nodes, or to the judge alone."""
-    receivers: dict[str, Callable[[int, bytes], None]] = field(default_factory=dict)
-    """By topic: what another node has published."""
 
 
 def new_peers(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from phalanx import messages
 from phalanx.messages import Message, Seconds, Text
 from phalanx.status.rank_record import RankRecord
+from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.stall.threshold import Sighting
 
 _SOURCE = "what another node says of its ranks"
@@ -49,18 +50,11 @@ class StallVerdict(Message, frozen=True):
 class StallExchange:
     """The snapshots and verdicts of all nodes, in one attempt."""
 
-    def __init__(
-        self,
-        own: int = 0,
-        judge: int = 0,
-        nodes: Collection[int] = (0,),
-        lost: Collection[int] = (),
-        publish: Callable[[bytes], None] = lambda body: None,
-    ) -> None:
-        """``lost``: nodes that are gone, as it grows; ``publish``: to all other nodes."""
-        self.is_judge = own == judge
+    def __init__(self, exchange: Exchange) -> None:
+        self.is_judge = exchange.is_judge
         self.announced: deque[StallVerdict] = deque()
-        self._judge, self._others, self._lost, self._publish = judge, set(nodes) - {own}, lost, publish
+        self._exchange = exchange
+        exchange.receivers["stall"] = self.receive
         self._published: StallSnapshot | None = None
         self._snapshots: dict[int, tuple[StallSnapshot, float]] = {}
         """Of the other nodes, with the time when they came."""
@@ -70,23 +64,25 @@ class StallExchange:
         before, self._published = self._published, own
         if own is None:
             if before is not None:
-                self._publish(messages.encode(StallOver()))
+                self._send(StallOver())
         elif before is None or (before.sightings, before.records) != (own.sightings, own.records):
-            self._publish(messages.encode(own))
+            self._send(own)
 
     def others(self) -> list[StallSnapshot] | None:
         """What the other nodes say, as of now; None: the ranks of one of them make progress."""
-        expected = self._others - set(self._lost)
-        if not expected <= self._snapshots.keys():
+        if not self._snapshots.keys() >= set(self._exchange.others):
             return None
         now = time.monotonic()
-        found = [self._snapshots[node] for node in sorted(expected)]
+        found = [self._snapshots[node] for node in self._exchange.others]
         return [_aged(snapshot, now - came) for snapshot, came in found]
 
     def announce(self, verdict: StallVerdict) -> None:
         """On all nodes."""
         self.announced.append(verdict)
-        self._publish(messages.encode(verdict))
+        self._send(verdict)
+
+    def _send(self, message: Message) -> None:
+        self._exchange.publish("stall", messages.encode(message), True)
 
     def receive(self, node: int, body: bytes) -> None:
         """What another node has published."""
@@ -95,7 +91,7 @@ class StallExchange:
                 self._snapshots[node] = snapshot, time.monotonic()
             case StallOver():
                 self._snapshots.pop(node, None)
-            case StallVerdict() as verdict if node == self._judge:
+            case StallVerdict() as verdict if node == self._exchange.judge:
                 self.announced.append(verdict)
             case _:
                 pass  # only one node judges

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx import messages
 from phalanx.messages import Message, Name, Text
 from phalanx.status import Window
+from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler.conditions import Conditions
 
 _SOURCE = "what another node says of the pace of its ranks"
@@ -34,40 +35,33 @@ class StragglerVerdict(Message, frozen=True):
 class PaceExchange:
     """The reports and verdicts of all nodes, in one attempt."""
 
-    def __init__(
-        self,
-        own: int = 0,
-        judge: int = 0,
-        nodes: Collection[int] = (0,),
-        lost: Collection[int] = (),
-        publish: Callable[[bytes, bool], None] = lambda body, to_all: None,
-    ) -> None:
-        """``lost``: nodes that are gone, as it grows; ``publish``: to all nodes, or to the one that judges."""
-        self.is_judge = own == judge
+    def __init__(self, exchange: Exchange) -> None:
+        self.is_judge = exchange.is_judge
         self.announced: deque[StragglerVerdict] = deque()
-        self._judge, self._others, self._lost, self._publish = judge, set(nodes) - {own}, lost, publish
+        self._exchange = exchange
+        exchange.receivers["pace"] = self.receive
         self._reports: dict[int, PaceReport] = {}
 
     def report(self, own: PaceReport) -> None:
         """To the node that judges."""
-        self._publish(messages.encode(own), False)
+        self._exchange.publish("pace", messages.encode(own), False)
 
     def others(self) -> list[PaceReport] | None:
         """The latest of each other node; None: there is one that has not reported yet."""
-        expected = self._others - set(self._lost)
-        return [self._reports[node] for node in sorted(expected)] if expected <= self._reports.keys() else None
+        found = [self._reports.get(node) for node in self._exchange.others]
+        return None if None in found else [one for one in found if one is not None]
 
     def announce(self, verdict: StragglerVerdict) -> None:
         """On all nodes."""
         self.announced.append(verdict)
-        self._publish(messages.encode(verdict), True)
+        self._exchange.publish("pace", messages.encode(verdict), True)
 
     def receive(self, node: int, body: bytes) -> None:
         """What another node has published."""
         match messages.decode(body, PaceReport | StragglerVerdict, _SOURCE):
             case PaceReport() as report:
                 self._reports[node] = report
-            case StragglerVerdict() as verdict if node == self._judge:
+            case StragglerVerdict() as verdict if node == self._exchange.judge:
                 self.announced.append(verdict)
             case _:
                 pass  # only one node judges
