@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -56,7 +56,7 @@ class _Collected:
     records: tuple[RankRecord, ...]
     at: float
     quiet: float
-    essence: tuple[object, ...]
+    """Seconds without progress when they were asked."""
 
 
 class StallWatch:
@@ -72,7 +72,7 @@ class StallWatch:
         self._vigil = Vigil(directory, terms.stall_after)
         self._inquiry: Inquiry | None = None
         self._is_inquiring = False
-        self._begun = _Collected((), 0.0, 0.0, ())
+        self._begun = _Collected((), 0.0, 0.0)
         """What is being collected."""
         self._collected: _Collected | None = None
         self._judged: tuple[object, ...] = ()
@@ -110,7 +110,7 @@ class StallWatch:
             return
         subjects = self._vigil.subjects(members, now)
         sightings = tuple(sighting_of(subject.record) for subject in subjects)
-        self._finish_inquiry(sightings, now)
+        self._update_records(sightings, quiet, now)
         known = self._collected
         own = StallSnapshot(quiet, sightings, known.records if known is not None else None)
         self._exchange.publish(own)
@@ -142,26 +142,26 @@ class StallWatch:
     # ---- why?
 
     def _inquire(self, subjects: Sequence[Subject], own: StallSnapshot, now: float) -> None:
-        """Anew when the pages have changed, or much later; ranks must not be asked all the time."""
-        known, essence = self._collected, _essence(own.sightings)
-        is_new = known is None or known.essence != essence or own.quiet >= _LOOK_AGAIN * known.quiet
-        if not self._is_inquiring and is_new and now >= self._not_before:
+        """Not all the time: ranks that are asked again and again would never be left in peace."""
+        if self._collected is None and not self._is_inquiring and now >= self._not_before:
             self._is_inquiring = True
-            self._begun = _Collected((), now, own.quiet, essence)
+            self._begun = _Collected((), now, own.quiet)
             self._inquiry = Inquiry(subjects, self._directory, self._wake)
 
-    def _finish_inquiry(self, sightings: Sequence[Sighting], now: float) -> None:
-        """What was found out is of use as long as the pages say the same."""
-        if self._collected is not None and self._collected.essence != _essence(sightings):
-            self._collected = None
+    def _update_records(self, sightings: Sequence[Sighting], quiet: float, now: float) -> None:
+        """Takes what the inquiry has found, and drops it when the pages have changed since, or after twice as long."""
         inquiry = self._inquiry
         if self._is_inquiring and inquiry is not None and inquiry.is_over:
             self._is_inquiring = False
             self._trouble = inquiry.trouble
             self._not_before = now + max(1.0, self._terms.stall_after / 2)
-            if self._begun.essence == _essence(sightings):
-                records = aged_records(tuple(inquiry.records or ()), now - self._begun.at)
-                self._collected = replace_fields(self._begun, records=records, at=now)
+            records = aged_records(tuple(inquiry.records or ()), now - self._begun.at)
+            self._collected = replace_fields(self._begun, records=records, at=now)
+        known = self._collected
+        if known is not None:
+            has_changed = _essence(map(sighting_of, known.records)) != _essence(sightings)
+            if has_changed or quiet >= _LOOK_AGAIN * known.quiet:
+                self._collected = None
 
     def _judge(self, snapshots: Sequence[StallSnapshot]) -> None:
         """When all that is known of all ranks is there."""
@@ -175,7 +175,8 @@ class StallWatch:
         hang = find_hang(records)
         limit = patience([sighting_of(record) for record in records], self._terms.stall_after)
         if limit is None or hang.quiet < limit:
-            return  # it looked different when the ranks were asked
+            self._collected = None  # it looked different when the ranks were asked
+            return
         self._judged = seen
         if told is None or told.picture != hang.picture or hang.quiet >= _AGAIN * told.said:
             self._told = Told(hang.picture, hang.quiet)
@@ -204,6 +205,6 @@ class StallWatch:
         return f"{what}: {self._place}/{name}"
 
 
-def _essence(sightings: Sequence[Sighting]) -> tuple[object, ...]:
+def _essence(sightings: Iterable[Sighting]) -> tuple[object, ...]:
     """What can change without any progress, and matters: not whether a rank computes at this moment."""
     return tuple(replace_fields(one, works=False, moves=False) for one in sightings)
