@@ -61,6 +61,9 @@ class StaleStore(JoinError):
 class ForeignData(PhalanxError):
     """What was read from a store, a socket or a directory has not the form in which phalanx writes it."""
 
+    reason = ""
+    """What is wrong with it, in a few words."""
+
 
 class CheckpointError(PhalanxError):
     """A checkpoint could not be written, or there is none that can be read."""

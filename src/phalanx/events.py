@@ -21,9 +21,7 @@ The files are the only interface between a run and what reports on it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
-import json
 import os
 import signal
 import time
@@ -31,23 +29,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx import plain, run_files
+from phalanx import messages, run_files
 from phalanx.env import PET_PREFIX
 from phalanx.errors import ForeignData, LaunchError, UsageError
+from phalanx.messages import Count, ExitCode, Pid, Rank, Record, Seconds, Signal, Text
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+class Frame(Record, frozen=True):
     """One line of a traceback."""
 
     file: str
-    line: int
+    line: Count
     function: str
-    source: str
+    source: Text
 
 
-@dataclasses.dataclass(frozen=True)
-class NativeFrame:
+class NativeFrame(Record, frozen=True):
     """One call of native code."""
 
     library: str
@@ -55,61 +52,58 @@ class NativeFrame:
     """With the offset, as in ``gloo_send+0x1f``; the offset alone where the name is not known."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ErrorRecord:
+class ErrorRecord(Record, frozen=True):
     """The exception that ended a rank's script, as the rank itself saw it."""
 
-    rank: int
-    pid: int
-    time: float
+    rank: Rank
+    pid: Pid
+    time: Seconds
     """Seconds since the epoch when the exception left the script."""
-    type: str
+    type: Text
     """Qualified name of the exception's class, without ``builtins.``"""
-    message: str
+    message: Text
     frames: tuple[Frame, ...]
     """Outermost first; only the script's side of the call stack."""
-    traceback: str
-    exit_code: int
-    note: str = ""
+    traceback: Text
+    exit_code: ExitCode
+    note: Text = ""
     """What the rank knows of it beyond the message, in a sentence or two."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OutOfMemory:
+class OutOfMemory(Record, frozen=True):
     """The kernel has killed a process because memory had run out."""
 
-    pid: int
+    pid: Pid
     """The rank, or a process that it had started."""
-    used: int | None
+    used: Count | None
     """Bytes that this process had in memory, as far as it was seen."""
-    limit: int
+    limit: Count
     """Bytes: of the control group, or of the whole machine."""
     group: str
     """The control group whose limit was reached; empty when it was the machine's own memory."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedMemory:
+class SharedMemory(Record, frozen=True):
     """How full /dev/shm was, in bytes."""
 
-    total: int
-    used: int
+    total: Count
+    used: Count
 
 
-@dataclasses.dataclass(frozen=True)
-class Ending:
+class Ending(Record, frozen=True):
     """How one rank of one attempt ended."""
 
-    rank: int
-    pid: int
-    time: float
+    rank: Rank
+    pid: Count
+    """0: it had not started."""
+    time: Seconds
     """When it failed or ended, seconds since the epoch: the exception's time if there was one."""
-    exit_code: int | None = None
-    signal: int | None = None
+    exit_code: ExitCode | None = None
+    signal: Signal | None = None
     asked: bool = False
     """The agent had told it to stop before it ended."""
     error: ErrorRecord | None = None
-    tail: tuple[str, ...] = ()
+    tail: tuple[Text, ...] = ()
     """The last lines it printed."""
     host: str = ""
     """The name of its node."""
@@ -119,15 +113,15 @@ class Ending:
     """Where native code stood then, innermost first, if Python is new enough to tell (3.14)."""
     called: Frame | None = None
     """The line that had asked for the collective in which it failed or was stopped, if it was in one."""
-    memory: int | None = None
+    memory: Count | None = None
     """Bytes that it had in memory at most, as far as that was seen."""
     out_of_memory: OutOfMemory | None = None
     """Why the kernel has ended it, or a process that it needed; None when it has not."""
     shared_memory: SharedMemory | None = None
     """/dev/shm at its end, when that may be the reason."""
-    updates: int = 0
+    updates: Count = 0
     """Optimizer steps that it had made in this attempt."""
-    progress: tuple[int, int, int] = (0, 0, 0)
+    progress: tuple[Count, Count, Count] = (0, 0, 0)
     """The step of its last checkpoint, its epoch, and its step in that, as far as px.Checkpointer and px.track know."""
 
     @property
@@ -228,9 +222,9 @@ def new_run_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    run_files.write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
+def write_record(path: Path, record: object) -> None:
+    """As JSON for people to read as well; whole or not at all."""
+    run_files.write_whole(path, messages.indented(record) + "\n")
 
 
 def error_path(run_directory: Path, rank: int) -> Path:
@@ -249,11 +243,6 @@ def rank_events_path(run_directory: Path, rank: int) -> Path:
     return run_directory / f"rank-{rank}.events.jsonl"
 
 
-def ending_from_fields(fields: dict[str, Any]) -> Ending:
-    """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
-    return plain.fit(fields, Ending, "the record of a rank's end")
-
-
 class EventLog:
     """Appends events as JSON lines. Each line is one write, so a reader never sees half of one.
 
@@ -268,9 +257,9 @@ class EventLog:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, event: str, **fields: Any) -> None:
-        line = json.dumps({"time": time.time(), "event": event, **fields}, default=str)
+        line = messages.encode({"time": time.time(), "event": event, **fields})
         with contextlib.suppress(OSError):
-            os.write(self._fd, line.encode() + b"\n")
+            os.write(self._fd, line + b"\n")
 
     def close(self) -> None:
         os.close(self._fd)
@@ -296,8 +285,8 @@ def is_being_written(path: Path) -> bool:
         os.close(fd)
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All that stand in it; of a disk that was full the last one may be cut off, and is left out."""
+def read_events(path: Path, shape: Any = dict[str, Any]) -> list[Any]:
+    """All events of this shape; of a disk that was full the last one may be cut off, and is left out."""
     found = []
     try:
         lines = run_files.read(path).decode(errors="replace").splitlines()
@@ -307,5 +296,5 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
     for line in lines:
         with contextlib.suppress(ForeignData):
-            found.append(plain.decode(line, dict[str, Any], str(path)))
+            found.append(messages.decode(line, shape, str(path)))
     return found

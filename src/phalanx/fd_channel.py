@@ -1,19 +1,24 @@
 """Messages with open files, between two processes of one machine.
 
-A message is one JSON object; the descriptors that travel with it arrive as new descriptors of the receiver.
+A message is a record; the descriptors that travel with it arrive as new descriptors of the receiver.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any, TypeVar, overload
 
-_HEADER = struct.Struct("=II")  # length of the JSON text, number of descriptors
+from phalanx import messages
+from phalanx.run_files import MOST_BYTES
+
+T = TypeVar("T")
+
+_HEADER = struct.Struct("=II")  # length of the record, number of descriptors
 _MOST_DESCRIPTORS = 250  # the kernel takes 253 in one message
 
 
@@ -41,10 +46,10 @@ class Channel:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
         """Raises OSError (usually BrokenPipeError) when the other side is gone."""
         assert len(fds) <= _MOST_DESCRIPTORS, f"{len(fds)} descriptors in one message"
-        text = json.dumps(message).encode()
+        text = messages.encode(message)
         header = _HEADER.pack(len(text), len(fds))
         if fds:
             socket.send_fds(self._socket, [header], list(fds))
@@ -52,8 +57,16 @@ class Channel:
             self._socket.sendall(header)
         self._socket.sendall(text)
 
-    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message, or None when the other side is gone or silent, even in the middle of one."""
+    @overload
+    def receive(self, shape: type[T]) -> tuple[T, list[int]] | None: ...
+    @overload
+    def receive(self, shape: UnionType) -> tuple[Any, list[int]] | None: ...
+
+    def receive(self, shape: Any) -> tuple[Any, list[int]] | None:
+        """The next message, or None when the other side is gone or silent, even in the middle of one.
+
+        Raises ForeignData for a message of another shape.
+        """
         header = b""
         fds: list[int] = []
         try:
@@ -66,13 +79,13 @@ class Channel:
                     return None
                 header += part
             length, expected = _HEADER.unpack(header)
-            text = self._receive_exactly(length)
+            text = self._receive_exactly(min(length, MOST_BYTES + 1))
         except (ConnectionResetError, BlockingIOError):
             return None
         if text is None:
             return None
         assert len(fds) == expected, f"{expected} descriptors were sent, {len(fds)} arrived"
-        return json.loads(text), fds
+        return messages.decode(text, shape, "a channel between the processes of a run", MOST_BYTES), fds
 
     def _receive_exactly(self, length: int) -> bytes | None:
         parts = bytearray()

@@ -24,6 +24,9 @@ from phalanx import secret
 from phalanx.errors import ForeignData
 
 T = TypeVar("T")
+replace = msgspec.structs.replace
+asdict = msgspec.structs.asdict
+"""The fields of a record, without those of the records in them."""
 
 MOST_BYTES = 16 << 20
 """The largest message: more than any environment or report of a rank, and harmless to memory."""
@@ -58,11 +61,16 @@ class Message(Record, frozen=True, tag=True, tag_field="message"):
 
 
 def encode(record: object) -> bytes:
-    """The record as JSON on one line. Not-a-number becomes null."""
+    """The record as JSON on one line. Not-a-number becomes null, and a path its text."""
     try:
-        return msgspec.json.encode(record)
+        return msgspec.json.encode(record, enc_hook=_plain)
     except UnicodeEncodeError:  # paths, arguments and variables need not be UTF-8
-        return json.dumps(msgspec.to_builtins(record, str_keys=True)).encode()
+        return json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=_plain)).encode()
+
+
+def indented(record: object) -> str:
+    """The same for people."""
+    return json.dumps(json.loads(encode(record)), indent=2)
 
 
 @overload
@@ -137,6 +145,10 @@ def _decode_any_unicode(data: bytes | bytearray | str, shape: Any, source: str) 
     return fit(found, shape, source)
 
 
+def _plain(value: object) -> object:
+    return float(value) if isinstance(value, float) else str(value)  # numpy's are floats of their own
+
+
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
@@ -145,4 +157,7 @@ def _finite(text: str) -> float:
 
 
 def _foreign(source: str, why: str) -> ForeignData:
-    return ForeignData(f"{source} holds what phalanx did not write there ({why[:200]}); somebody else can write to it.")
+    reason = why[:200]
+    error = ForeignData(f"{source} holds what phalanx did not write there ({reason}); somebody else can write to it.")
+    error.reason = reason
+    return error

@@ -379,7 +379,7 @@ def test_a_hang_that_is_ended_is_a_failure_with_a_cause(runs: dict[str, Run], ba
     assert lines[-1].startswith("phalanx: a hang: ")
     assert "SIGTERM" not in run.err
     assert run.err.count("Traceback") == 1, "Python's own, of the thread that dies"
-    cause = run.report["cause"]["hang"]
+    cause = run.report["hang"]
     assert lines[-1] == f"phalanx: {cause['headline']}"
     assert cause["ranks"] == [1]
     log = events.read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)

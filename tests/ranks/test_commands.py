@@ -20,6 +20,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx import events, status
+from phalanx.run_records import RunFile
 from tests.conftest import REPOSITORY, Outcome
 from tests.ranks.test_examples import EXPECTED
 
@@ -87,7 +88,7 @@ def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
         assert run("phalanx run --start-method exec short.py", tmp_path).code == 1
     if command.startswith("phalanx inspect"):
         directory = events.new_run_directory(tmp_path / "runs", "20260101-000000-1")
-        events.write_json(directory / events.RUN_FILE, {"host": socket.gethostname(), "started": time.time()})
+        events.write_record(directory / events.RUN_FILE, RunFile(socket.gethostname(), time.time()))
         status.StatusPage(status.status_path(directory, 0))
     outcome = run(command, tmp_path)
     assert outcome.code == FAILS_ON_PURPOSE.get(command, 0), outcome.out + outcome.err

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx import status
+from phalanx import messages, status
 from tests.conftest import Runner
 
 SCRIPT = """
@@ -17,7 +17,10 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
-from phalanx import status
+from phalanx import messages, status
+
+def fields(record):
+    return json.loads(messages.encode(record))
 
 def directory():
     return Path(os.environ["PHALANX_RUN_DIR"])
@@ -31,8 +34,8 @@ def train(model, rank):
 
 def look(path):
     # From another process, as anybody would.
-    code = ("import sys, json; from pathlib import Path; from phalanx import status; p = Path(sys.argv[1]);"
-            "ok = status.ask(p, 5.0); print(json.dumps([ok, status.to_fields(status.read(p))]))")
+    code = ("import sys, json; from pathlib import Path; from phalanx import messages, status; p = Path(sys.argv[1]);"
+            "ok = status.ask(p, 5.0); print(messages.encode([ok, status.read(p)]).decode())")
     import subprocess
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -52,7 +55,7 @@ if __name__ == "__main__":
     train(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10)), rank)
     own = status.status_path(directory(), rank)
     assert status.ask(own, 5.0)  # of gloo's groups it knows by looking at them
-    after = status.to_fields(status.read(own))
+    after = fields(status.read(own))
     if rank == 1:
         if os.fork() == 0:  # nothing of the rank's page is the child's
             torch.optim.SGD([torch.ones(3, requires_grad=True)]).step()
@@ -67,7 +70,7 @@ if __name__ == "__main__":
         os.kill(os.getpid(), status.STACK_SIGNAL)
         (directory() / "seen.json").write_text(json.dumps(
             {"started": started, "after": after, "waiting": other, "answered": answered,
-             "saved": status.to_fields(status.read(own))}))
+             "saved": fields(status.read(own))}))
         dist.send(torch.ones(5), 0)  # SEND
         dist.recv(torch.ones(5), src=0)
         if sys.argv[1] == "raise":
@@ -78,6 +81,10 @@ if __name__ == "__main__":
         dist.send(torch.ones(5), dst=1)
         dist.barrier()
 """
+
+
+def as_status(fields: object) -> status.Status:
+    return messages.fit(fields, status.Status, "here")
 
 
 def line_of(mark: str) -> int:
@@ -93,15 +100,15 @@ def test_what_a_rank_writes(backend: str, end: str, phalanx: Runner, script: Any
     seen = json.loads((directory / "seen.json").read_text())
     assert seen["started"] == "started"
 
-    after = status.from_fields(seen["after"])
+    after = as_status(seen["after"])
     assert (after.phase, after.updates) == ("other", 5)
     assert all(after.seconds[phase] > 0 for phase in ("joining", "data", "forward", "backward", "optimizer"))
     assert {group.name: group.ranks for group in after.groups}["0"] == (0, 1)
     assert len(after.groups) == 2
-    assert status.from_fields(seen["saved"]).seconds["checkpoint"] > 0
+    assert as_status(seen["saved"]).seconds["checkpoint"] > 0
 
     # Rank 0 waits for a message, and its last collectives are DDP's, with the line of backward.
-    other = status.from_fields(seen["waiting"])
+    other = as_status(seen["waiting"])
     assert seen["answered"]
     waits = other.open_collective
     assert waits is not None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
+from phalanx import messages
 from phalanx.events import (
     Ending,
     ErrorRecord,
@@ -16,7 +15,6 @@ from phalanx.events import (
     NativeFrame,
     OutOfMemory,
     SharedMemory,
-    ending_from_fields,
 )
 from phalanx.failure import crash_dump, failure_text
 from phalanx.failure.crash_loop import Repetition, identity
@@ -55,11 +53,11 @@ def test_the_first_failure_in_time_is_the_cause() -> None:
 
 def test_a_failure_stays_one_when_its_rank_is_stopped_for_another() -> None:
     """Both failed at once, and the one that was heard of later was told to stop meanwhile."""
-    verdict = find_cause([raised(0, 1.0), dataclasses.replace(raised(1, 0.9), exit_code=None, signal=15)])
+    verdict = find_cause([raised(0, 1.0), messages.replace(raised(1, 0.9), exit_code=None, signal=15)])
     assert (verdict.cause.rank, verdict.cause.status) == (1, 1)
     block = failure_text.failure_block(verdict, world_size=2, host="h", started=0.0, log="/x/rank-1.log")
     assert "exit code 1, " in block[1]
-    interrupted = dataclasses.replace(raised(0, 1.0, "KeyboardInterrupt"), exit_code=None, signal=2)
+    interrupted = messages.replace(raised(0, 1.0, "KeyboardInterrupt"), exit_code=None, signal=2)
     assert interrupted.status == 130
 
 
@@ -123,7 +121,7 @@ def test_gloo_ends_the_rank_that_notices() -> None:
         "rank 1 failed: SIGABRT, gloo has received 772 bytes where 4 were expected: the ranks have"
     )
     assert "  rank 0 at /elsewhere/train.py:8 in step: call(8)" in block
-    other = dataclasses.replace(aborted, tail=("terminate called …",))
+    other = messages.replace(aborted, tail=("terminate called …",))
     assert "native code gave up" in failure_text.headline(other)
     assert find_cause([raised(0, 1.1, "RuntimeError", GLOO, called=there), other]).victims == (0,)
 
@@ -196,14 +194,14 @@ def test_the_block_never_exceeds_15_lines() -> None:
     assert all(len(line) <= 160 for line in block)
     assert "38 other ranks fell with it" in "".join(block)
     ours = error(1, 1.0, "phalanx.errors.UsageError", "that cannot be; " + "so do it in another way " * 9, frames=9)
-    noted = dataclasses.replace(long, note="these parameters " * 40)
+    noted = messages.replace(long, note="these parameters " * 40)
     stack = tuple(NativeFrame(f"/lib/library{n}.so", f"call_{n}+0x1f") for n in range(9))
-    full = dataclasses.replace(cause, signal=7, native=stack, shared_memory=SharedMemory(1 << 26, 1 << 26))
+    full = messages.replace(cause, signal=7, native=stack, shared_memory=SharedMemory(1 << 26, 1 << 26))
     tight = OutOfMemory(101, GIB, GIB, "/kubepods.slice/" + "pod" * 60)
     for ending in (
-        dataclasses.replace(cause, error=ours),
-        dataclasses.replace(full, error=noted, out_of_memory=tight),
-        dataclasses.replace(full, error=None, crash=long.frames),
+        messages.replace(cause, error=ours),
+        messages.replace(full, error=noted, out_of_memory=tight),
+        messages.replace(full, error=None, crash=long.frames),
     ):
         verdict = Verdict(ending, (2, 3), (4, 5), ())
         block = failure_text.failure_block(
@@ -310,14 +308,14 @@ def test_of_a_thread_of_cpp_that_crashed_the_main_thread_is_shown() -> None:
 def test_an_ending_survives_the_way_to_another_node() -> None:
     full = Ending(
         *(1, 101, 2.0),
-        error=dataclasses.replace(error(1, 2.0), note="more"),
+        error=messages.replace(error(1, 2.0), note="more"),
         crash=(Frame("/x.py", 1, "f", "g()"),),
         native=(NativeFrame("/x.so", "f+0x1"),),
         memory=GIB,
         out_of_memory=OutOfMemory(101, GIB, GIB, "/job"),
         shared_memory=SharedMemory(2, 1),
     )
-    assert ending_from_fields(json.loads(json.dumps(dataclasses.asdict(full)))) == full
+    assert messages.decode(messages.encode(full), Ending, "here") == full
 
 
 def is_loop(*failures: Ending) -> bool:
@@ -335,13 +333,13 @@ def test_only_one_kind_of_failure_within_seconds_is_a_crash_loop() -> None:
 def test_progress_another_rank_and_another_place_are_no_crash_loop() -> None:
     killed = [Ending(0, 100 + n, float(n), signal=signal.SIGKILL) for n in range(6)]
     assert is_loop(*killed)
-    assert not is_loop(*(dataclasses.replace(one, rank=n % 4) for n, one in enumerate(killed)))
-    assert not is_loop(*(dataclasses.replace(one, progress=(10 * n, 0, 3)) for n, one in enumerate(killed)))
-    assert not is_loop(*(dataclasses.replace(one, progress=(0, n // 3, n)) for n, one in enumerate(killed)))
-    assert not is_loop(*(dataclasses.replace(one, updates=n) for n, one in enumerate(killed)))
+    assert not is_loop(*(messages.replace(one, rank=n % 4) for n, one in enumerate(killed)))
+    assert not is_loop(*(messages.replace(one, progress=(10 * n, 0, 3)) for n, one in enumerate(killed)))
+    assert not is_loop(*(messages.replace(one, progress=(0, n // 3, n)) for n, one in enumerate(killed)))
+    assert not is_loop(*(messages.replace(one, updates=n) for n, one in enumerate(killed)))
     assert is_loop(*(raised(n % 2, float(n)) for n in range(5)))  # all ranks run into it, and one of them is first
     # It gets as far each time, and no further.
-    assert is_loop(*(dataclasses.replace(one, progress=(10, 0, 7 - n), updates=7) for n, one in enumerate(killed)))
+    assert is_loop(*(messages.replace(one, progress=(10, 0, 7 - n), updates=7) for n, one in enumerate(killed)))
 
 
 def test_what_we_have_printed_ourselves_is_not_shown_again() -> None:

@@ -80,7 +80,7 @@ def laggard(number: int = 1, *, of: int = 4, **more) -> RankRecord:
 
 
 def told(records: Sequence[RankRecord]) -> list[str]:
-    records = [messages.decode(messages.encode(one), RankRecord, "a test") for one in records]
+    records = messages.decode(messages.encode(records), list[RankRecord], "here")
     hang = find_hang(records)
     lines = verdict_lines(hang)
     assert len(lines) <= 13
@@ -227,7 +227,7 @@ def test_a_rank_has_left_the_loop() -> None:
         threads = main(
             line("loss.backward()", "train.py", 48, "step", loops=loops), line("main()", "train.py", 90, "<module>")
         )
-        assert f"the loop of train.py:{first} " in told([dataclasses.replace(nested[0], threads=threads), nested[1]])[2]
+        assert f"the loop of train.py:{first} " in told([messages.replace(nested[0], threads=threads), nested[1]])[2]
     # Further up, or in the loop, it has not.
     before = [line("prepare()", "train.py", 89, "<module>")]
     assert "left" not in with_others(laggard(lines=before))[0]
@@ -255,7 +255,7 @@ def test_a_rank_has_finished_or_ended() -> None:
         )
         who = "its process (pid 101) has not ended: its main thread is in"
         assert lines[1] == f"{who} {where} at {handler.file}:{handler.line}: {handler.source}"
-    ended = dataclasses.replace(laggard(), exit_code=0, vitals=None)
+    ended = messages.replace(laggard(), exit_code=0, vitals=None)
     assert with_others(ended)[0] == "rank 1 is missing: it has ended with exit code 0"
 
 
@@ -377,7 +377,7 @@ def test_ranks_have_given_different_sizes() -> None:
 
 
 def test_a_dead_link() -> None:
-    records = [waiter(0, of=2), dataclasses.replace(waiter(1, of=2), host="node1")]
+    records = [waiter(0, of=2), messages.replace(waiter(1, of=2), host="node1")]
     assert told(records) == [
         "no rank has made progress for 31 s, and all of them are there",
         "  ranks 0, 1 wait in all_reduce #812 (25,557,032 float32), train.py:48 in step: loss.backward()",
@@ -408,7 +408,7 @@ def test_nobody_waits() -> None:
 
 
 def test_who_has_ended_is_not_to_blame_when_nobody_waits() -> None:
-    ended = dataclasses.replace(rank(0, of=2), exit_code=0, vitals=None)
+    ended = messages.replace(rank(0, of=2), exit_code=0, vitals=None)
     lines = told([ended, rank(1, of=2, lines=[SLEEP])])
     assert lines[1] == "  rank 1: it sleeps in load at data.py:40: time.sleep(1000)"
     assert "rank 0" not in "".join(lines)
@@ -445,7 +445,7 @@ def test_many_ranks_and_still_a_small_screen(world: int) -> None:
     different = [rank(n, call(op="broadcast" if n % 2 else "reduce", size=n), of=world) for n in range(world)]
     assert len(told(different)) <= 13
     in_loader = [laggard(n, of=world, lines=[*IN_LOADER[:2], line("for x in loader:", number=n)]) for n in range(5)]
-    in_loader = [dataclasses.replace(one, children=(loader_worker(9, SLEEP),)) for one in in_loader]
+    in_loader = [messages.replace(one, children=(loader_worker(9, SLEEP),)) for one in in_loader]
     assert 10 <= len(told([*in_loader, *different[5:]])) <= 13
     assert told([waiter(n, of=world) for n in range(world)])[1].startswith(f"  ranks 0-{world - 1} wait in")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import cli, events, status
+from phalanx import cli, events, messages, status
 from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
 from phalanx.diagnose.rank_table import RankLook, Row, row
+from phalanx.run_records import Hang, ReportFile, RunFile
 from phalanx.status import Collective, Place, Status, Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import Line, Thread
@@ -38,7 +39,7 @@ def look(at: float = NOW, rank: int = 0, is_alive: bool = True, cpu: float = 0.0
         *(4711 + rank, rank, 3, NOW - 100, "forward", at, 0, 0, 0, 0, 0, 0, 0.0, seconds(), (), ()),
         blocked=seconds(),
     )
-    return RankLook(at, dataclasses.replace(plain, **fields), OWN if is_alive else None, cpu)
+    return RankLook(at, messages.replace(plain, **fields), OWN if is_alive else None, cpu)
 
 
 def test_shares_and_paces_are_of_the_time_between_two_looks() -> None:
@@ -91,7 +92,7 @@ def test_who_waits_for_whom_when_nobody_moves() -> None:
     assert text == ("no rank has got on within 1 s: ranks 0, 2 wait in all_reduce #12 for rank 1 (in data for 40.0 s)")
     everyone = rows(*(look(rank=rank, **waiting) for rank in range(3)))
     assert rank_table.conclusion(everyone, {}, 1.0).endswith("all of them are in all_reduce #12")
-    other = dataclasses.replace(WAITS, number=13, op="broadcast")
+    other = messages.replace(WAITS, number=13, op="broadcast")
     apart = rows(look(rank=0, **waiting), look(rank=1, **{**waiting, "collectives": (other,)}))
     assert rank_table.conclusion(apart, {}, 1.0).endswith("in different collectives, all_reduce #12, broadcast #13")
     assert rank_table.conclusion(rows(look(rank=0)), {}, 2.0) == (
@@ -122,7 +123,7 @@ def test_the_slowest_when_they_move() -> None:
 
 
 def test_the_table_fits_on_a_hundred_columns() -> None:
-    long = dataclasses.replace(WAITS, op="monitored_barrier", number=123456789)
+    long = messages.replace(WAITS, op="monitored_barrier", number=123456789)
     wide = look(
         *(NOW + 1, 1023, True, 12.5),
         pid=4194303,
@@ -156,7 +157,7 @@ def test_what_is_said_of_a_run_on_several_nodes_and_of_one_that_has_ended() -> N
         *("rank 1: its stack is not known", "so"),
     ]
     assert len(inspect_command.as_json(view)["ranks"]) == 2
-    json.dumps(inspect_command.as_json(view))
+    assert json.loads(messages.indented(inspect_command.as_json(view)))["ranks"][0]["rank"] == 0
 
 
 @pytest.fixture
@@ -164,7 +165,7 @@ def run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     directory = tmp_path / "runs" / "20260101-000000-1"
     directory.mkdir(parents=True)
-    events.write_json(directory / events.RUN_FILE, {"host": socket.gethostname(), "started": time.time() - 60})
+    events.write_record(directory / events.RUN_FILE, RunFile(socket.gethostname(), time.time() - 60))
     return directory
 
 
@@ -208,10 +209,10 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     pages[0]._words[6] -= 1  # its pid is another process's by now
     found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])
     assert [one["is_alive"] for one in found["ranks"]] == [False, False]
-    events.write_json(run_directory / events.REPORT_FILE, {"exit_code": 137, "seconds": 12.5})
+    events.write_record(run_directory / events.REPORT_FILE, ReportFile(exit_code=137, seconds=12.5))
     assert "ended with exit code 137 after 12.5 s; so it stood" in command(capsys, "--seconds", "0")[1]
-    hang = {"headline": "a hang: rank 1 sleeps at train.py:3"}
-    events.write_json(run_directory / events.REPORT_FILE, {"exit_code": 1, "seconds": 12.5, "cause": {"hang": hang}})
+    report = ReportFile(exit_code=1, seconds=12.5, hang=Hang("a hang: rank 1 sleeps at train.py:3"))
+    events.write_record(run_directory / events.REPORT_FILE, report)
     assert command(capsys, "--seconds", "0")[1].endswith("\na hang: rank 1 sleeps at train.py:3\n")
 
 

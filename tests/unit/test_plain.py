@@ -103,7 +103,7 @@ def test_files_are_not_opened_through_links(tmp_path: Path) -> None:
     assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
     os.close(fd)
     assert stat.S_IMODE((run / "attempt_1").stat().st_mode) == 0o700
-    events.write_json(run / "rank-0.log", {"a": 1})  # in place of the link
+    events.write_record(run / "rank-0.log", {"a": 1})  # in place of the link
     assert precious.read_text() == "mine"
     assert sorted(path.name for path in run.iterdir()) == ["attempt_0", "attempt_1", "rank-0.log"]
 

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import events
+from phalanx import events, messages
 from phalanx.diagnose import report_command, run_directory
 from phalanx.errors import UsageError
 from phalanx.launch.output.console import Console
+from phalanx.run_records import Hang, ReportFile, RunFile
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 
 
 def new_run(base: Path, name: str) -> Path:
     directory = events.new_run_directory(base, name)
-    order = {"command": ["/bin/phalanx", "run", "a b.py"], "directory": "/home/ada", "host": "node1"}
-    events.write_json(directory / "run.json", {**order, "started": time.time() - 100.0})
+    command = ("/bin/phalanx", "run", "a b.py")
+    order = RunFile("node1", time.time() - 100.0, command=command, directory="/home/ada")
+    events.write_record(directory / "run.json", order)
     return directory
 
 
@@ -96,7 +98,7 @@ def test_a_run_without_a_report(tmp_path: Path) -> None:
     pages[0].tick()
     assert round(run_directory.load(directory).seconds) == 107
     assert " last seen in phase backward since " in report_command.lines(run)[5]
-    assert json.loads(json.dumps(report_command._fields(run)))["ranks"][0]["status"]["phase"] == "backward"
+    assert json.loads(messages.indented(report_command._fields(run)))["ranks"][0]["status"]["phase"] == "backward"
     empty = run_directory.load(new_run(tmp_path, "20260102-2"))
     assert "no rank was started" in report_command.lines(empty)
 
@@ -135,10 +137,12 @@ def test_what_we_say_begins_a_line(tmp_path: Path) -> None:
 
 
 def test_a_hang_and_slow_ranks_are_told_again() -> None:
-    hang = {"headline": "a hang: rank 1 sleeps", "lines": ["no rank has made progress for 3 s", "  rank 1 is missing"]}
-    report = {"cause": {"hang": hang}, "said": [hang["headline"]], "stragglers": [{"said": "rank 1 is 40 % slower"}]}
-    assert report_command._said(report) == ["", *hang["lines"], "", hang["headline"], "", "rank 1 is 40 % slower"]
-    assert report_command._said({"cause": None, "said": [], "stragglers": []}) == []
+    lines = ("no rank has made progress for 3 s", "  rank 1 is missing")
+    hang = Hang("a hang: rank 1 sleeps", lines=lines)
+    slow = ({"said": "rank 1 is 40 % slower"},)
+    report = ReportFile(exit_code=1, seconds=1.0, hang=hang, said=(hang.headline,), stragglers=slow)
+    assert report_command._said(report) == ["", *lines, "", hang.headline, "", "rank 1 is 40 % slower"]
+    assert report_command._said(ReportFile(exit_code=0, seconds=1.0)) == []
 
 
 def test_two_runs_begin_in_an_empty_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

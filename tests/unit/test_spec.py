@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
 
+from phalanx import messages
 from phalanx.errors import UsageError
 from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
@@ -66,7 +65,7 @@ def test_environment_has_torchruns_variables() -> None:
 
 def test_worker_spec_survives_json() -> None:
     spec = WorkerSpec(1, 1, Program("script", "a.py", ("--x", "1"), "--local_rank"), {"A": "b"}, cpus=(0, 3))
-    again = WorkerSpec.from_fields(json.loads(json.dumps(dataclasses.asdict(spec))))
+    again = messages.decode(messages.encode(spec), WorkerSpec, "here")
     assert again == spec
     assert again.argv() == ["a.py", "--local_rank=1", "--x", "1"]
 

@@ -129,7 +129,7 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     (own,) = map(snapshot, published)
     assert own.records is None, "the other node makes progress, so no rank need be asked"
     exchange.receive(1, without)
-    until(lambda: snapshot(published[-1]).records is not None, watch, ranks)
+    until(lambda: decoded(published[-1]).records is not None, watch, ranks)
     assert len(published) == 2
     exchange.receive(1, messages.encode(StallOver()))
     record = RankRecord(2, "elsewhere", quiet=31.0, vitals=Vitals(7, "S"))
@@ -149,7 +149,7 @@ def test_a_node_that_does_not_judge(ranks: Ranks) -> None:
     exchange = StallExchange(Exchange(1, 0, range(2), {}, lambda topic, body, to_all: published.append(body)))
     watch = ranks.watch(exchange)
     exchange.receive(0, messages.encode(StallSnapshot(30.0, (Sighting(2),))))
-    until(lambda: bool(published) and snapshot(published[-1]).records is not None, watch, ranks)
+    until(lambda: bool(published) and decoded(published[-1]).records is not None, watch, ranks)
     assert not list(watch.announced())
     verdict = StallVerdict(("a", "b"), {"headline": "h"}, kills=True)
     exchange.receive(1, messages.encode(StallVerdict(("not the judge",))))
@@ -161,7 +161,7 @@ def test_a_node_that_does_not_judge(ranks: Ranks) -> None:
     watch.close()
 
 
-def snapshot(body: bytes) -> StallSnapshot:
+def decoded(body: bytes) -> StallSnapshot:
     return messages.decode(body, StallSnapshot, "a test")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 import threading
 import weakref
@@ -14,7 +12,7 @@ from types import CodeType
 
 import pytest
 
-from phalanx import status
+from phalanx import messages, status
 from phalanx.status import code_lines, layout
 from phalanx.status.page import Flight, StatusPage
 from phalanx.status.stack_parser import from_faulthandler
@@ -221,7 +219,7 @@ def test_as_json(path: Path) -> None:
     page = StatusPage(path)
     all_reduce(page, page.group("0", [0, 1]), 1)
     found = found_at(path)
-    assert status.from_fields(json.loads(json.dumps(status.to_fields(found)))) == dataclasses.replace(found)
+    assert messages.decode(messages.encode(found), status.Status, "here") == found
 
 
 def test_what_is_no_page(path: Path) -> None:

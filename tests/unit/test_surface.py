@@ -85,6 +85,7 @@ EDGES = {
     "plain": set(),
     "recorder": set(),
     "run_files": set(),
+    "run_records": set(),
     "secret": set(),
     "seeds": set(),
     "shm": {"join"},

@@ -37,7 +37,8 @@ WARM = """
     asyncio psutil torch.nn.parallel torch.distributed.elastic.rendezvous.dynamic_rendezvous
     phalanx.world phalanx.recorder
     phalanx.checkpoint.copy_gate phalanx.checkpoint.sharding phalanx.checkpoint.state phalanx.checkpoint.storage.values
-    phalanx.launch.process.fresh_modules phalanx.launch.elastic phalanx.launch.process.exit_report phalanx.parallel.replicas
+    phalanx.launch.process.fresh_modules phalanx.launch.multinode.elastic
+    phalanx.launch.process.exit_report phalanx.parallel.replicas
 """.split()
 """What looks for no name when it is imported."""
 
@@ -200,7 +201,8 @@ def tensor() -> None:
 
 
 def nodes() -> None:
-    from phalanx.launch.elastic import Gathering, Terms
+    from phalanx.launch.multinode.elastic
+    import Gathering, Terms
     from phalanx.launch.rendezvous import NodeCard
 
     card = NodeCard(-1, "a", "127.0.0.1", 1, 1, "1:2", 0, "x", "2", "1", "")
@@ -251,7 +253,7 @@ def in_fork(area: str, missing: names.Name | None, file: Path) -> None:
     if missing is not None:
         missing.path += "_gone"
     events = directory / "rank-0.events.jsonl"
-    names.report_to(events)
+    names.report_to(directory, 0)
     error = None
     try:
         DEPENDS[area]()

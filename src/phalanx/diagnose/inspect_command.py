@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import signal
 import socket
 import time
@@ -13,12 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phalanx import events, status
+from phalanx import events, messages, status
 from phalanx.argparser import Parser
 from phalanx.diagnose import rank_table
 from phalanx.diagnose.rank_table import RankLook, Row
-from phalanx.diagnose.run_directory import as_written, read_json
+from phalanx.diagnose.run_directory import as_written, read_record, read_report
 from phalanx.errors import UsageError
+from phalanx.run_records import RankExited, RunFile
 from phalanx.source_lines import shorten_path
 from phalanx.status.stack_parser import Thread, main_thread
 from phalanx.system import procfs
@@ -75,7 +75,7 @@ def main(argv: list[str], stacks_of: Stacks) -> int:
                 one.rank: one.pid for one in view.rows if one.is_alive and _may_be_asked(directory, one.rank, one.pid)
             }
             view = dataclasses.replace(view, stacks=stacks_of(living, directory))
-        told = json.dumps(as_json(view), indent=1) if arguments.json else "\n".join(lines(view))
+        told = messages.indented(as_json(view)) if arguments.json else "\n".join(lines(view))
     print(told)
     return 0
 
@@ -112,8 +112,8 @@ def _seconds(text: str) -> float:
 
 def inspect(directory: Path, seconds: float) -> View:
     """Looks twice, so many seconds apart, if there is anybody to be looked at."""
-    run = read_json(directory / events.RUN_FILE)
-    is_here = run["host"] == socket.gethostname()
+    run = read_record(directory / events.RUN_FILE, RunFile)
+    is_here = run.host == socket.gethostname()
     before = _look(directory, is_here)
     if not before:
         raise UsageError(
@@ -127,31 +127,29 @@ def inspect(directory: Path, seconds: float) -> View:
     after = _look(directory, is_here) if between else before
     after = _after_asking(directory, before, after) if between else after
     rows = tuple(rank_table.row(before.get(rank, look), look) for rank, look in sorted(after.items()))
-    ended = directory / events.REPORT_FILE
-    report = read_json(ended) if ended.exists() else {}
-    hang = (report.get("cause") or {}).get("hang") or {}
+    report = read_report(directory)
     ended_at = max((look.status.since for look in after.values()), default=0.0)
     return View(
         directory=shorten_path(str(directory)),
-        host=run["host"],
+        host=run.host,
         is_here=is_here,
-        is_running=is_running and not report,
-        exit_code=report.get("exit_code"),
-        seconds=report.get("seconds") or max(0.0, (time.time() if is_running else ended_at) - run["started"]),
+        is_running=is_running and report is None,
+        exit_code=report.exit_code if report else None,
+        seconds=report.seconds if report else max(0.0, (time.time() if is_running else ended_at) - run.started),
         between=between,
         world_size=max(look.status.world_size for look in after.values()),
         rows=rows,
-        conclusion=hang.get("headline")
-        or rank_table.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
+        conclusion=report.hang.headline
+        if report and report.hang
+        else rank_table.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
     )
 
 
 def _look(directory: Path, is_here: bool) -> dict[int, RankLook]:
     """At all ranks of this node."""
     exits = {
-        (event["rank"], event["pid"]): _ending(event)
-        for event in events.read_events(directory / events.AGENT_EVENTS)
-        if event["event"] == "exited"
+        (event.rank, event.pid): _ending(event)
+        for event in events.read_events(directory / events.AGENT_EVENTS, RankExited)
     }
     found: dict[int, RankLook] = {}
     for path in directory.glob("rank-*.status"):
@@ -174,13 +172,13 @@ def _look(directory: Path, is_here: bool) -> dict[int, RankLook]:
     return {rank: look for rank, look in found.items() if rank < world_size}
 
 
-def _ending(event: Mapping[str, Any]) -> str:
-    if event["signal"] is None:
-        return f"exit {event['exit_code']}"
+def _ending(event: RankExited) -> str:
+    if event.signal is None:
+        return f"exit {event.exit_code}"
     try:
-        return signal.Signals(event["signal"]).name
+        return signal.Signals(event.signal).name
     except ValueError:
-        return f"signal {event['signal']}"
+        return f"signal {event.signal}"
 
 
 def _may_be_asked(directory: Path, rank: int, pid: int) -> bool:
@@ -219,8 +217,8 @@ def _after_asking(
 
 
 def as_json(view: View) -> dict[str, Any]:
-    fields = dataclasses.asdict(view)
-    return {**{name: value for name, value in fields.items() if name != "rows"}, "ranks": fields["rows"]}
+    fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
+    return {**{name: value for name, value in fields.items() if name != "rows"}, "ranks": view.rows}
 
 
 def lines(view: View) -> list[str]:

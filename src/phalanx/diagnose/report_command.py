@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from phalanx import events, status
+from phalanx import events, messages
 from phalanx.argparser import Parser
 from phalanx.diagnose import run_directory
 from phalanx.diagnose.run_directory import RankTrace, Run
 from phalanx.failure.failure_text import headline
 from phalanx.failure.signal_meaning import signal_name
+from phalanx.run_records import ReportFile
 from phalanx.source_lines import clip, shorten_path
-from phalanx.status import Status
+from phalanx.status.reading import Status
 from phalanx.system.sizes import in_bytes
 
 _DESCRIPTION = """\
@@ -35,7 +33,7 @@ def main(argv: list[str]) -> int:
     with run_directory.as_written(directory):
         run = run_directory.load(directory)
         if arguments.json:
-            told = json.dumps(run.report if run.report is not None else _fields(run), indent=2)
+            told = messages.indented(run.report if run.report is not None else _fields(run))
         else:
             told = "\n".join(lines(run))
     print(told)
@@ -62,7 +60,7 @@ def lines(run: Run) -> list[str]:
     told.append(f"  {_outcome(run)}")
     told += _nodes(run)
     for restart in run.restarts:
-        told.append(clip(f"  attempt {restart.attempt}: {restart.reason}"))
+        told.append(clip(f"  attempt {restart.attempt}: {restart.cause}"))
     told += _stalls(run)
     if run.report is not None:
         told += _said(run.report)
@@ -72,7 +70,7 @@ def lines(run: Run) -> list[str]:
 
 def _stalls(run: Run) -> list[str]:
     """Unless it is what the run ended for, which is told at length."""
-    if run.report is not None and (run.report["cause"] or {}).get("hang"):
+    if run.report is not None and run.report.hang:
         return []
     told = []
     for stall in run.stalls:
@@ -82,18 +80,22 @@ def _stalls(run: Run) -> list[str]:
     return [*told, f"  all stacks: {', '.join(stacks)} there"] if stacks else told
 
 
-def _said(report: dict[str, Any]) -> list[str]:
+def _said(report: ReportFile) -> list[str]:
     """What was on the console: why the ranks stood still, why the run failed, who was slow."""
-    hang = (report["cause"] or {}).get("hang") or {}
-    slow = [clip(straggler["said"]) for straggler in report["stragglers"]]
-    return [line for block in (hang.get("lines"), report["said"], slow) if block for line in ("", *block)]
+    hang = report.hang.lines if report.hang is not None else ()
+    slow = [clip(str(straggler.get("said"))) for straggler in report.stragglers]
+    return [line for block in (hang, report.said, slow) if block for line in ("", *block)]
 
 
 def _outcome(run: Run) -> str:
     attempts = f", in attempt {run.attempts}" if run.attempts > 1 else ""
     if run.report is not None:
-        code = run.report["exit_code"]
-        stopped = f" ({signal_name(code - 128)})" if code > 128 and run.report["cause"] is None else ""
+        code = run.report.exit_code
+        stopped = (
+            f" ({signal_name(code - 128)})"
+            if code > 128 and run.report.cause is None and run.report.hang is None
+            else ""
+        )
         return f"ended with exit code {code}{stopped} after {_duration(run.seconds)}{attempts}"
     if run.state == "running":
         return f"is running, for {_duration(run.seconds)} so far{attempts}"
@@ -104,21 +106,20 @@ def _outcome(run: Run) -> str:
 
 
 def _nodes(run: Run) -> list[str]:
-    nodes = run.report["nodes"] if run.report is not None else {}
+    nodes = run.report.nodes if run.report is not None else {}
     if len(nodes) < 2:
         return []
-    return [
-        clip(f"  node {host}: {_rank_list(node['ranks'])}, logs in {node['directory']}") for host, node in nodes.items()
-    ]
+    return [clip(f"  node {host}: {_rank_list(node.ranks)}, logs in {node.directory}") for host, node in nodes.items()]
 
 
 # ---- ranks of a run that has ended
 
 
 def _ended_ranks(run: Run) -> list[str]:
+    assert run.report is not None
     told = []
     tails = 0
-    for ending in sorted(run.endings, key=lambda ending: ending.rank):
+    for ending in sorted(run.report.ranks, key=lambda ending: ending.rank):
         memory = f", {in_bytes(ending.memory)} at most" if ending.memory else ""
         why = f": {headline(ending)}" if ending.error is not None else ""
         told.append(clip(f"rank {ending.rank}: {_role(run, ending)}, {_end(ending)}{memory}{why}"))
@@ -133,18 +134,19 @@ def _role(run: Run, ending: events.Ending) -> str:
     assert run.report is not None
     if _is_cause(run, ending):
         return "the cause"
-    if ending.rank in run.report["alike"]:
+    if ending.rank in run.report.alike:
         return "failed in the same way"
-    if any(ending.rank in side["ranks"] for side in run.report.get("elsewhere", ())):  # older reports have none
+    if any(ending.rank in side.ranks for side in run.report.elsewhere):
         return "called another collective"
-    if ending.rank in run.report["victims"]:
+    if ending.rank in run.report.victims:
         return "a victim"
     return "ended normally" if not ending.failed else "stopped"
 
 
 def _is_cause(run: Run, ending: events.Ending) -> bool:
     """Whose last lines stand above already."""
-    return run.report is not None and (run.report["cause"] or {}).get("rank") == ending.rank
+    cause = run.report.cause if run.report is not None else None
+    return cause is not None and cause.rank == ending.rank
 
 
 def _end(ending: events.Ending) -> str:
@@ -198,14 +200,8 @@ def _fields(run: Run) -> dict[str, object]:
         "attempts": run.attempts,
         "started": run.started,
         "seconds": round(run.seconds, 3),
-        "restarts": [dataclasses.asdict(restart) for restart in run.restarts],
-        "ranks": [
-            {
-                **dataclasses.asdict(dataclasses.replace(trace, status=None)),
-                "status": status.to_fields(trace.status) if trace.status else None,
-            }
-            for trace in run.traces
-        ],
+        "restarts": [{"attempt": restart.attempt, "reason": restart.cause} for restart in run.restarts],
+        "ranks": run.traces,
     }
 
 

@@ -5,25 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from phalanx import events, plain, run_files, status
+from phalanx import events, messages, run_files, status
 from phalanx.errors import ForeignData, UsageError
-from phalanx.status import Status
+from phalanx.messages import Record
+from phalanx.run_records import (
+    Hang,
+    KnownEvent,
+    OtherEvent,
+    RankExited,
+    RankStarted,
+    ReportFile,
+    Restarting,
+    RunFile,
+    Stalled,
+)
+from phalanx.status.reading import Status
 
 _TAIL_BYTES = 8192
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Why another attempt was begun."""
-
-    attempt: int
-    """The number of the one that failed, from 1."""
-    reason: str
+T = TypeVar("T", bound=Record)
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,7 @@ class Stall:
     """When they went on, if they did."""
 
 
-@dataclass(frozen=True)
-class RankTrace:
+class RankTrace(Record, frozen=True):
     """What a rank of a run without a report has left."""
 
     rank: int
@@ -54,7 +57,7 @@ class Run:
     """What is known of it."""
 
     directory: Path
-    command: list[str]
+    command: tuple[str, ...]
     working_directory: str
     host: str
     started: float
@@ -63,19 +66,19 @@ class Run:
     state: str
     """``ended``, ``running``, or ``lost``: its launcher was killed, and could not say how it ended."""
     attempts: int
-    restarts: tuple[Restart, ...]
+    restarts: tuple[Restarting, ...]
+    """With the number of the attempt that failed, from 1."""
     stalls: tuple[Stall, ...]
-    report: dict[str, Any] | None
-    """report.json, when it has ended."""
-    endings: tuple[events.Ending, ...]
+    report: ReportFile | None
+    """When it has ended."""
     traces: tuple[RankTrace, ...]
     """Of this node, when there is no report."""
 
 
-def _last_heard(directory: Path, noted: Sequence[Mapping[str, Any]], started: float) -> float:
+def _last_heard(directory: Path, noted: Sequence[OtherEvent], started: float) -> float:
     """Of the launcher by its events, of the ranks by their pages."""
     pages = filter(None, map(status.read, directory.glob("rank-*.status")))
-    return max([started, *(each["time"] for each in noted), *(page.since for page in pages)])
+    return max([started, *(each.time for each in noted), *(page.since for page in pages)])
 
 
 def load(directory: Path) -> Run:
@@ -91,7 +94,7 @@ def as_written(directory: Path) -> Iterator[None]:
         yield
     except UsageError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ForeignData) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # of numbers in a page
         raise UsageError(
             f"{directory} cannot be read: its files are not as this version of `phalanx run` writes them "
             f"({type(error).__name__}); give a run directory of it."
@@ -99,67 +102,74 @@ def as_written(directory: Path) -> Iterator[None]:
 
 
 def _load(directory: Path) -> Run:
-    order = read_json(directory / events.RUN_FILE)
-    report = read_json(directory / events.REPORT_FILE) if (directory / events.REPORT_FILE).exists() else None
+    order = read_record(directory / events.RUN_FILE, RunFile)
+    report = read_report(directory)
     log = directory / events.AGENT_EVENTS
     is_running = report is None and events.is_being_written(log)
-    noted = events.read_events(log)
-    restarts = tuple(Restart(int(each["attempt"]), each["cause"]) for each in noted if each["event"] == "restarting")
-    last = time.time() if is_running else _last_heard(directory, noted, order["started"])
+    noted: list[Any] = events.read_events(log, KnownEvent)
+    restarts = tuple(each for each in noted if isinstance(each, Restarting))
+    last = time.time() if is_running else _last_heard(directory, events.read_events(log, OtherEvent), order.started)
     return Run(
         directory=directory,
-        command=order["command"],
-        working_directory=order["directory"],
-        host=order["host"],
-        started=order["started"],
-        seconds=report["seconds"] if report else last - order["started"],
+        command=order.command,
+        working_directory=order.directory,
+        host=order.host,
+        started=order.started,
+        seconds=report.seconds if report else last - order.started,
         state="ended" if report else "running" if is_running else "lost",
-        attempts=report["attempts"] if report else len(restarts) + 1,
+        attempts=report.attempts if report else len(restarts) + 1,
         restarts=restarts,
-        stalls=_stalls(noted, order["started"]),
+        stalls=_stalls(noted, order.started),
         report=report,
-        endings=tuple(events.ending_from_fields(fields) for fields in report["ranks"]) if report else (),
         traces=() if report else _traces(directory, noted),
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_report(directory: Path) -> ReportFile | None:
+    """None when the run has not ended, or not in order."""
+    path = directory / events.REPORT_FILE
+    return read_record(path, ReportFile) if path.exists() else None
+
+
+def read_record(path: Path, shape: type[T]) -> T:
     """A file of a run directory."""
     try:
-        return plain.decode(run_files.read(path), dict[str, Any], str(path))
+        return messages.decode(run_files.read(path), shape, str(path), run_files.MOST_BYTES)
     except (OSError, ForeignData) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        reason = error.strerror if isinstance(error, OSError) else error.reason
         raise UsageError(f"{path} cannot be read: {reason}; the directory is no whole run directory.") from None
 
 
-def _stalls(noted: list[dict[str, Any]], started: float) -> tuple[Stall, ...]:
-    """What is told again when the picture changes is one; and that they go on is an event without a verdict."""
+def _stalls(noted: Sequence[object], started: float) -> tuple[Stall, ...]:
+    """A verdict that is repeated counts once; an event without one says that the ranks make progress again."""
     found: list[Stall] = []
     for each in noted:
         last = found[-1] if found else None
-        if each["event"] != "stall":
-            continue
-        if each["verdict"] is not None and (last is None or last.headline != each["verdict"]["headline"]):
-            found.append(Stall(each["time"] - started, each["verdict"]["headline"], None))
-        elif each["verdict"] is None and last is not None:
-            found[-1] = dataclasses.replace(last, until=each["time"] - started)
+        match each:
+            case Stalled(at, None) if last is not None:
+                found[-1] = dataclasses.replace(last, until=at - started)
+            case Stalled(at, Hang(headline)) if last is None or last.headline != headline:
+                found.append(Stall(at - started, headline, None))
     return tuple(found)
 
 
-def _traces(directory: Path, noted: list[dict[str, Any]]) -> tuple[RankTrace, ...]:
+def _traces(directory: Path, noted: Sequence[object]) -> tuple[RankTrace, ...]:
     """Of the last attempt: its processes are the ones that were started after the last restart."""
     found: dict[int, RankTrace] = {}
     for each in noted:
-        if each["event"] == "restarting":
-            found.clear()
-        elif each["event"] in ("started", "exited"):
-            rank, pid = each["rank"], each["pid"]
-            page = status.read(status.status_path(directory, rank))
-            found[rank] = RankTrace(
-                *(rank, pid, each.get("exit_code"), each.get("signal"), each["event"] == "exited"),
-                page if page is not None and page.pid == pid else None,
-            )
+        match each:
+            case Restarting():
+                found.clear()
+            case RankStarted(_, rank, pid):
+                found[rank] = RankTrace(rank, pid, None, None, False, _page(directory, rank, pid))
+            case RankExited(_, rank, pid, code, signal):
+                found[rank] = RankTrace(rank, pid, code, signal, True, _page(directory, rank, pid))
     return tuple(found[rank] for rank in sorted(found))
+
+
+def _page(directory: Path, rank: int, pid: int) -> Status | None:
+    page = status.read(status.status_path(directory, rank))
+    return page if page is not None and page.pid == pid else None
 
 
 def last_lines(directory: Path, rank: int, count: int) -> list[str]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx import env
+from phalanx import env, messages
 from phalanx.errors import UsageError
 from phalanx.launch import flags
 from phalanx.launch.spec import device_count
-from phalanx.launch.spec.launch_spec import MOST_PROCESSES, Fleet, LaunchSpec, Program
+from phalanx.launch.spec.launch_spec import LAST_CALL, MOST_PROCESSES, Fleet, LaunchSpec, Program, ProgramKind
 from phalanx.system.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -110,11 +109,12 @@ def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet |
 
 
 def _program(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Program:
-    kinds = [
-        kind
-        for kind, on in (("path", arguments.run_path), ("command", arguments.no_python), ("module", arguments.module))
-        if on
-    ]
+    flags: dict[ProgramKind, bool] = {
+        "path": arguments.run_path,
+        "command": arguments.no_python,
+        "module": arguments.module,
+    }
+    kinds = [kind for kind, is_given in flags.items() if is_given]
     if "command" in kinds and "module" in kinds:
         raise UsageError("--no-python and --module contradict each other; give one of them.")
     interpreter = environ.get("PYTHON_EXEC")
@@ -137,7 +137,7 @@ def _with_injection(program: Program, arguments: argparse.Namespace) -> Program:
     if spelling == "auto":
         file = program.target.replace(".", "/") + ".py" if program.kind == "module" else program.target
         spelling = _spelling_in(file)
-    return dataclasses.replace(program, inject_local_rank=f"--{spelling}")
+    return messages.replace(program, inject_local_rank=f"--{spelling}")
 
 
 def _spelling_in(script: str) -> str:
@@ -172,7 +172,7 @@ def _meeting(arguments: argparse.Namespace) -> dict[str, Any]:
         "master_addr": host,
         "master_port": port,
         "rdzv_timeout": settings.get("join_timeout", settings.get("timeout", arguments.rdzv_timeout)),
-        "last_call": settings.get("last_call_timeout", LaunchSpec.last_call),
+        "last_call": settings.get("last_call_timeout", LAST_CALL),
         "is_host": bool(settings["is_host"]) if "is_host" in settings else None,
         "secret_file": arguments.secret_file,
     }

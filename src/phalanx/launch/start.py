@@ -7,14 +7,13 @@ the agent import the rest of itself.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx import events, secret
+from phalanx import events, messages, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spec import network, numa, preflight
@@ -64,7 +63,7 @@ def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
         return spec
     gpus = spec.devices if spec.devices is not None else visible_cards(environ)
     cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
-    return dataclasses.replace(spec, cpus=cpus)
+    return messages.replace(spec, cpus=cpus)
 
 
 def _listener(spec: LaunchSpec, route: Route | None) -> socket.socket | None:

@@ -14,27 +14,17 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from phalanx import run_files
 from phalanx.status import layout
-from phalanx.status.layout import PHASES
+from phalanx.status.layout import PHASES, stacks_path, status_path
 from phalanx.status.page import StatusPage
-from phalanx.status.reading import (
-    Collective,
-    Group,
-    Place,
-    Status,
-    ask,
-    ask_stacks,
-    from_fields,
-    pulse,
-    read,
-    stacks_path,
-    status_path,
-    to_fields,
-)
 from phalanx.status.stacks import text_of_stacks
 from phalanx.status.windows import Window, windows
+
+if TYPE_CHECKING:
+    from phalanx.status.reading import Collective, Group, Place, Status, ask, ask_stacks, pulse, read
 
 __all__ = [
     "PHASES",
@@ -49,7 +39,6 @@ __all__ = [
     "ask_stacks",
     "begin",
     "complete",
-    "from_fields",
     "out_of_the_way",
     "own",
     "phase",
@@ -58,7 +47,6 @@ __all__ = [
     "record",
     "stacks_path",
     "status_path",
-    "to_fields",
     "waiting",
     "when_begun",
     "when_failing",
@@ -73,6 +61,15 @@ _put_aside: StatusPage | None = None
 _stacks = -1
 _completions: list[Callable[[], None]] = []
 _when_begun: list[Callable[[StatusPage], None]] = []
+
+
+def __getattr__(name: str) -> Any:
+    """The readers. A rank that only writes its page imports nothing but the standard library before its script."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from phalanx.status import reading
+
+    return getattr(reading, name)
 
 
 def begin(directory: Path, rank: int, world_size: int) -> None:

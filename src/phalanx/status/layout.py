@@ -24,6 +24,7 @@ record where both are equal and that is still the same when it looks again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from struct import Struct
 
 MAGIC = b"phx-stat"
@@ -94,3 +95,12 @@ def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
 def kind_of(group: int, op: int, dtype: int) -> int:
     """The second word of a collective. The lowest byte is 1 when it has failed."""
     return group << 24 | op << 16 | dtype << 8
+
+
+def status_path(run_directory: Path, rank: int) -> Path:
+    return run_directory / f"rank-{rank}.status"
+
+
+def stacks_path(run_directory: Path, rank: int) -> Path:
+    """Where a rank writes its Python stacks when it is told to by STACK_SIGNAL."""
+    return run_directory / f"rank-{rank}.stacks"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from phalanx.status import Collective, Place, Status, stack_parser
+from phalanx.messages import Count, ExitCode, Name, Pid, Rank, Record, Seconds, Text
+from phalanx.status import stack_parser
+from phalanx.status.reading import Collective, Place, Status
 from phalanx.status.stack_parser import Thread
 
 UNNAMED = "collective"
@@ -15,12 +15,11 @@ _BUSY = 0.2
 _MOVES = 10_000.0
 
 
-@dataclass(frozen=True)
-class Vitals:
+class Vitals(Record, frozen=True):
     """What the kernel says of a process, over the last seconds."""
 
-    pid: int
-    state: str
+    pid: Pid
+    state: Name
     """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger, Z has ended."""
     cpu: float = 0.0
     """Cores in use by all its threads: 1.0 is one."""
@@ -28,12 +27,12 @@ class Vitals:
     """A second, read and written: files, pipes, connections."""
     faults: float = 0.0
     """Pages a second that had to come from a disk."""
-    swapped: int = 0
+    swapped: Count = 0
     """Bytes of it that are in swap space."""
-    resident: int = 0
-    waits_in: str = ""
+    resident: Count = 0
+    waits_in: Name = ""
     """The kernel's function that its main thread sleeps in."""
-    lock_holder: str = ""
+    lock_holder: Text = ""
     """Of the lock on a file that it waits for: pid and command."""
     waits_for_disk: bool = False
     """Most of the time."""
@@ -53,47 +52,44 @@ class Vitals:
         return self.bytes_moved > _MOVES
 
 
-@dataclass(frozen=True)
-class Child:
+class Child(Record, frozen=True):
     """A process that a rank has started, such as a worker of its data loader."""
 
     vitals: Vitals
-    command: str
+    command: Text
     threads: tuple[Thread, ...] = ()
 
 
-@dataclass(frozen=True)
-class ThreadDeath:
+class ThreadDeath(Record, frozen=True):
     """An exception has ended a thread beside the main one, which may wait for it since."""
 
-    name: str
-    error: str
+    name: Text
+    error: Text
     """Type and message, in a line."""
-    place: str
+    place: Text
     """The user's line, as ``file:line``; empty if it was in none."""
 
 
-@dataclass(frozen=True)
-class RankRecord:
+class RankRecord(Record, frozen=True):
     """One rank."""
 
-    rank: int
-    host: str = ""
+    rank: Rank
+    host: Name = ""
     status: Status | None = None
     """None: it has no page."""
-    quiet: float = 0.0
+    quiet: Seconds = 0.0
     """Seconds since its last progress."""
     vitals: Vitals | None = None
     """None: it has ended."""
     threads: tuple[Thread, ...] = ()
     children: tuple[Child, ...] = ()
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     """None: it runs."""
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sources: Mapping[str, str] = {}
     """The text of the lines that asked for its last collectives, by ``file:line``."""
     thread_death: ThreadDeath | None = None
     """The last one."""
-    unreachable: str = ""
+    unreachable: Text = ""
     """Why the store that it is connecting to cannot be reached from its node."""
 
     @property

@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from typing import Any
 
-from phalanx import plain, run_files
+from phalanx import run_files
+from phalanx.messages import Count, Record
 from phalanx.status import layout
 
 _TRIES = 100
 _MOST_RANKS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Record, frozen=True):
     """A line of somebody's code."""
 
     file: str
-    line: int
+    line: Count
     function: str
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line}"
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(Record, frozen=True):
     """A process group, as one of its ranks knows it."""
 
     name: str
-    ranks: tuple[int, ...]
-    enqueued: int | None
+    ranks: tuple[Count, ...]
+    enqueued: Count | None
     """The number of the last collective that torch's flight recorder has seen asked for; None: not one that it sees."""
-    completed: int | None
+    completed: Count | None
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(Record, frozen=True):
     """One of the last ones of a rank."""
 
     group: str
-    number: int
+    number: Count
     """In its group; the same on all of its ranks, as long as they ask for the same."""
     op: str
     dtype: str
     """Empty if it carries nothing."""
-    size: int
+    size: Count
     """Elements."""
-    peer: int | None
+    peer: Count | None
     """Of send and recv, in the group's numbers."""
     state: str
     """queued, running, done or failed"""
@@ -70,26 +66,25 @@ class Collective:
         return self.state in ("queued", "running")
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(Record, frozen=True):
     """What a rank was doing when it last wrote."""
 
-    pid: int
-    rank: int
-    world_size: int
+    pid: Count
+    rank: Count
+    world_size: Count
     started_at: float
     phase: str
     since: float
     """When the phase began: the last sign of life of its loop. All times are seconds since 1970."""
-    epoch: int
-    step: int
+    epoch: Count
+    step: Count
     """In this epoch, counted by px.track."""
-    samples: int
-    updates: int
+    samples: Count
+    updates: Count
     """Steps of optimizers."""
-    beats: int
+    beats: Count
     """Grows with everything that the rank writes about its loop."""
-    ended: int
+    ended: Count
     """Grows with the collectives that have ended, on shm; for other backends, see groups."""
     waited: float
     """Seconds in those."""
@@ -98,13 +93,13 @@ class Status:
     groups: tuple[Group, ...]
     collectives: tuple[Collective, ...]
     """Oldest first."""
-    blocked: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    blocked: Mapping[str, float] = {}
     """Seconds of each phase in which its loop waited for other ranks."""
     blocked_since: float | None = None
     """When it began to, if it waits now."""
-    ticks: int = 0
+    ticks: Count = 0
     """When its process began, by the kernel's own count: no change of the clock changes that. 0: not known."""
-    checkpoint: int = 0
+    checkpoint: Count = 0
     """The step of the last checkpoint that px.Checkpointer has saved or loaded."""
     connecting: str = ""
     """The store that it is connecting to, as host:port."""
@@ -118,15 +113,6 @@ class Status:
     def open_collective(self) -> Collective | None:
         """The oldest one that has not ended: it is the one that the rank waits in."""
         return next((collective for collective in self.collectives if collective.is_open), None)
-
-
-def status_path(run_directory: Path, rank: int) -> Path:
-    return run_directory / f"rank-{rank}.status"
-
-
-def stacks_path(run_directory: Path, rank: int) -> Path:
-    """Where a rank writes its Python stacks when it is told to by STACK_SIGNAL."""
-    return run_directory / f"rank-{rank}.stacks"
 
 
 def read(path: Path) -> Status | None:
@@ -189,15 +175,6 @@ def _ask(path: Path, word: int, seconds: float) -> bool:
                 return False
             time.sleep(0.005)
     return True
-
-
-def from_fields(fields: Mapping[str, Any]) -> Status:
-    """The opposite of dataclasses.asdict, from JSON."""
-    return plain.fit(fields, Status, "the record of a rank")
-
-
-def to_fields(status: Status) -> dict[str, Any]:
-    return dataclasses.asdict(status)
 
 
 class _Page:

@@ -7,8 +7,8 @@ import json
 import linecache
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
+from phalanx.messages import Count, Record, Text, replace
 from phalanx.source_lines import is_users, lines_of, program_of, shorten_path, source_of
 
 _THREAD = re.compile(
@@ -18,14 +18,13 @@ _LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 _ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(Record, frozen=True):
     """One line of a stack."""
 
-    file: str
-    line: int
-    function: str
-    source: str = ""
+    file: Text
+    line: Count
+    function: Text
+    source: Text = ""
     """Its text."""
     loops: tuple[tuple[int, int], ...] = ()
     """The first and last lines of the loops of its function that it stands in, outermost first."""
@@ -35,13 +34,12 @@ class Line:
         return self.file.endswith(files)
 
 
-@dataclass(frozen=True)
-class Thread:
+class Thread(Record, frozen=True):
     """One thread of a process."""
 
     lines: tuple[Line, ...]
     """Innermost first, as both tools give them."""
-    name: str = ""
+    name: Text = ""
     is_main: bool = False
 
     @property

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx import run_files
 from phalanx.status import layout
@@ -59,8 +59,7 @@ class Cutter:
         self._ended_at = now
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """Ten steps of one rank."""
 
     updates: int

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PhalanxError
-from phalanx.events import EventLog
 from phalanx.torch_compat import OLDEST, release
 
 EVENT = "feature off"
 _missing: dict[Name, dict[str, str]] = {}
 """With what is written of each. A forked worker has no torch yet when it begins."""
-_events: Path | None = None
+_events: tuple[Path, int] | None = None
+"""The run directory and the rank."""
 
 
 @dataclass(eq=False)
@@ -141,18 +141,20 @@ class Patch:
         return True
 
 
-def report_to(events: Path) -> None:
+def report_to(run_directory: Path, rank: int) -> None:
     """This process is a rank with an event file: it gets what was missing before, and what will be."""
     global _events
-    _events = events
+    _events = run_directory, rank
     _write(list(_missing))
 
 
 def _write(names: list[Name]) -> None:
     if _events is None or not names:
         return
+    from phalanx.events import EventLog, rank_events_path  # a rank imports it only when there is something to write
+
     with contextlib.suppress(OSError, PhalanxError):  # no place for it in the run directory
-        log = EventLog(_events)
+        log = EventLog(rank_events_path(*_events))
         for name in names:
             log.write(EVENT, **_missing[name])
         log.close()

@@ -5,7 +5,6 @@ Afterwards it is too late: what a process had in memory is gone with it, and /de
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx import events
+from phalanx import events, messages
 from phalanx.failure import oom
 from phalanx.failure.signal_meaning import memory_ran_out
 from phalanx.status.watched_rank import WatchedRank
@@ -79,15 +78,15 @@ class MemoryWatch:
         return memory_ran_out(shortage.kills, shortage.limit, shortage.group, used)
 
     def _explained(self, ending: events.Ending, chosen: dict[int, int]) -> events.Ending:
-        ending = dataclasses.replace(ending, memory=self._memory.get(ending.pid))
+        ending = messages.replace(ending, memory=self._memory.get(ending.pid))
         scene = self._scenes.get(ending.rank)
         if scene is None:
             return ending
         killed = next((pid for pid in scene.pids if pid in chosen), None)
         if killed is None or scene.shortage is None:
-            return dataclasses.replace(ending, shared_memory=scene.shared_memory)
+            return messages.replace(ending, shared_memory=scene.shared_memory)
         used = max(chosen[killed], self._memory.get(killed, 0)) or None
-        return dataclasses.replace(
+        return messages.replace(
             ending, out_of_memory=events.OutOfMemory(killed, used, scene.shortage.limit, scene.shortage.group)
         )
 

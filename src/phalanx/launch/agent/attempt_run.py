@@ -7,7 +7,6 @@ before it can say why.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import selectors
 import signal
@@ -15,14 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from phalanx import events, notices
+from phalanx import events, messages, notices
 from phalanx.failure.root_cause import is_consequence
 from phalanx.launch.agent.rank_process import Member
 from phalanx.launch.agent.stopping import Stopping
 from phalanx.launch.output.logs import Pump
 from phalanx.launch.process.helper_processes import HelperLost
-from phalanx.launch.process.zygote_client import Event, Exited, Nursery
+from phalanx.launch.process.zygote_client import Nursery
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.launch.zygote_messages import Exited, Started
 
 _MOST_UNDER_WAY = 16
 _TO_FAIL_ALIKE = 0.25
@@ -209,16 +209,18 @@ class Watch:
 
     def _read_report(self, member: Member) -> bool:
         """Whether it has just told its error."""
-        before = len(member.notices)
+        before, was_malformed = len(member.notices), member.malformed
         has_failed = member.read_report()
+        if member.malformed is not None and was_malformed is None:
+            self._note("malformed", rank=member.rank, text=member.malformed)
         for notice in member.notices[before:] if member.rank == 0 else ():
             self._say(notice)
         return has_failed
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Started | Exited) -> None:
         member = self.members[event.rank]
         if isinstance(event, Exited):
-            self._note("exited", **dataclasses.asdict(event))
+            self._note("exited", **messages.asdict(event))
             self._has_exited(member, event)
             self._consider(member)
             return

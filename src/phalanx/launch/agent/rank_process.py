@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import events, plain
+from phalanx import events, messages
 from phalanx.errors import ForeignData
 from phalanx.failure import crash_dump
 from phalanx.failure.signal_meaning import gloo_mismatch
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
-from phalanx.launch.process.zygote_client import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
+from phalanx.launch.zygote_messages import Exited
+from phalanx.messages import Record, Text
 from phalanx.status.rank_record import ThreadDeath
 
 _TAIL_LINES = 5
@@ -27,13 +26,12 @@ _MOST_LINES = 1000
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
 
-@dataclass(frozen=True)
-class _Told:
-    """A line of a rank's report."""
+class RankReport(Record, frozen=True):
+    """A line of what a rank reports of itself; it writes it with the standard library alone."""
 
     error: events.ErrorRecord | None = None
     thread: ThreadDeath | None = None
-    notice: str | None = None
+    notice: Text | None = None
 
 
 class Member:
@@ -55,6 +53,8 @@ class Member:
         self.thread_death: ThreadDeath | None = None
         self.notices: list[str] = []
         """What the person before the console is to know, each text once."""
+        self.malformed: str | None = None
+        """Why the last line that is no report of ours was refused."""
         self.exited: Exited | None = None
         self.report_ended = False
         self.asked_at: float | None = None
@@ -66,7 +66,7 @@ class Member:
         self._tail = tail or Tail()
         self._logs = logs
         self._error_logs = error_logs
-        self._report = b""
+        self._unfinished = self._dump = b""
         self._exit_time = 0.0
 
     @property
@@ -81,22 +81,30 @@ class Member:
             return False
         if not part:
             self.report_ended = True
-        self._report += part
         had_error = self.error is not None
-        for line in self._report.split(b"\n")[:-1]:
+        *lines, self._unfinished = (self._unfinished + part).split(b"\n")
+        for line in lines:
             if line.startswith(b'{"'):
-                with contextlib.suppress(ForeignData):  # a script may have written into all files that are open
-                    told = plain.decode(line, _Told, "the report of a rank")
-                    self.error, self.thread_death = self.error or told.error, told.thread or self.thread_death
-                    notice = "".join(filter(str.isprintable, told.notice or ""))[:_LONGEST_NOTICE]
-                    if notice and notice not in self.notices:
-                        self.notices.append(notice)
+                self._take(line)
+            else:
+                self._dump += line + b"\n"
         return self.error is not None and not had_error
+
+    def _take(self, line: bytes) -> None:
+        try:
+            report = messages.decode(line, RankReport, f"the report of rank {self.rank}")
+        except ForeignData as error:  # a script may have written into all files that are open
+            self.malformed = str(error)
+            return
+        self.error, self.thread_death = self.error or report.error, report.thread or self.thread_death
+        notice = "".join(filter(str.isprintable, report.notice or ""))[:_LONGEST_NOTICE]
+        if notice and notice not in self.notices:
+            self.notices.append(notice)
 
     @property
     def _cry(self) -> bytes:
-        """What faulthandler said in the last moment, if anything: all that the rank itself has not told in JSON."""
-        return b"".join(line for line in self._report.splitlines(keepends=True) if not line.startswith(b'{"'))
+        """What faulthandler wrote in the last moment, if anything: all that is not a report."""
+        return self._dump + (b"" if self._unfinished.startswith(b'{"') else self._unfinished)
 
     def has_exited(self, exited: Exited) -> None:
         self.exited = exited

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from phalanx import events
+from phalanx import events, messages
 from phalanx.errors import LaunchError
 from phalanx.failure import failure_text
 from phalanx.failure.root_cause import Verdict
 from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.run_records import Elsewhere, Failure, Hang, NodeRanks, ReportFile, Restart, RunFile
 from phalanx.source_lines import shorten_path
 
 
@@ -28,7 +27,7 @@ class Record:
         except OSError as error:
             raise LaunchError(f"cannot write the run directory {directory}: {error.strerror}.") from None
         self._started = time.time()
-        self._restarts: list[dict[str, Any]] = []
+        self._restarts: list[Restart] = []
         self.host = socket.gethostname()
         self.place = shorten_path(str(directory))
         """The run directory, as a person would write it."""
@@ -38,24 +37,24 @@ class Record:
         """Into the event file."""
         self._log.write(kind, **fields)
 
-    def keep(self, name: str, content: Mapping[str, object]) -> None:
+    def keep(self, name: str, content: object) -> None:
         """A file of the run directory."""
         try:
-            events.write_json(self._directory / name, content)
+            events.write_record(self._directory / name, content)
         except OSError as error:
             self._say([f"cannot write {name} into {self.place}: {error.strerror}."])
 
     def keep_order(self, spec: LaunchSpec) -> None:
-        content = {
-            "run_id": self._directory.name,
-            "host": self.host,
-            "started": self._started,
-            "command": sys.argv,
-            "directory": str(Path.cwd()),
-            "executable": sys.executable,
-            "prefix": sys.prefix,
-            "spec": dataclasses.asdict(spec),
-        }
+        content = RunFile(
+            run_id=self._directory.name,
+            host=self.host,
+            started=self._started,
+            command=tuple(sys.argv),
+            directory=str(Path.cwd()),
+            executable=sys.executable,
+            prefix=sys.prefix,
+            spec=spec,
+        )
         self.keep(events.RUN_FILE, content)
 
     def keep_straggler(self, fields: Mapping[str, object]) -> None:
@@ -66,11 +65,12 @@ class Record:
     def keep_errors(self, endings: list[events.Ending]) -> None:
         for ending in endings:
             if ending.error is not None:
-                self.keep(f"error-{ending.rank}.json", dataclasses.asdict(ending.error))
+                self.keep(f"error-{ending.rank}.json", ending.error)
 
     def keep_restart(self, attempt: int, reason: str, verdict: Verdict | None) -> None:
         """``attempt``: the number of the next one."""
-        self._restarts.append({"attempt": attempt, "time": time.time(), "reason": reason, **_fields(verdict)})
+        why = messages.asdict(_failure(verdict))
+        self._restarts.append(Restart(attempt=attempt, time=time.time(), reason=reason, **why))
         self.note("restarting", attempt=attempt, cause=reason)
 
     def keep_end(
@@ -89,22 +89,25 @@ class Record:
             directory_of: the run directory of a rank on another node.
             hang: for which the ranks were ended; it is the cause then.
         """
-        nodes: dict[str, dict[str, Any]] = {}
+        hosts: dict[str, list[events.Ending]] = {}
         for ending in endings:
-            directory = directory_of(ending) or str(self._directory)
-            nodes.setdefault(ending.host, {"directory": directory, "ranks": []})["ranks"].append(ending.rank)
-        content = {
-            "exit_code": exit_code,
-            "attempts": attempt + 1,
-            "started": self._started,
-            "seconds": round(time.time() - self._started, 3),
-            **_fields(verdict, hang),
-            "said": list(said),
-            "restarts": self._restarts,
-            "nodes": nodes,
-            "stragglers": self._stragglers,
-            "ranks": [dataclasses.asdict(ending) for ending in endings],
+            hosts.setdefault(ending.host, []).append(ending)
+        nodes = {
+            host: NodeRanks(directory_of(those[0]) or str(self._directory), tuple(each.rank for each in those))
+            for host, those in hosts.items()
         }
+        content = ReportFile(
+            exit_code=exit_code,
+            attempts=attempt + 1,
+            started=self._started,
+            seconds=round(time.time() - self._started, 3),
+            said=tuple(said),
+            restarts=tuple(self._restarts),
+            nodes=nodes,
+            stragglers=tuple(self._stragglers),
+            ranks=tuple(endings),
+            **messages.asdict(_failure(verdict, hang)),
+        )
         self.keep(events.REPORT_FILE, content)
         self.note("ended", exit_code=exit_code)
 
@@ -124,12 +127,8 @@ class Record:
         self._log.close()
 
 
-def _fields(verdict: Verdict | None, hang: Mapping[str, object] | None = None) -> dict[str, Any]:
-    return {
-        "cause": dataclasses.asdict(verdict.cause) if verdict else {"hang": hang} if hang else None,
-        "alike": verdict.alike if verdict else (),
-        "victims": verdict.victims if verdict else (),
-        "elsewhere": [{"called": dataclasses.asdict(frame), "ranks": ranks} for frame, ranks in verdict.elsewhere]
-        if verdict
-        else [],
-    }
+def _failure(verdict: Verdict | None, hang: Mapping[str, object] | None = None) -> Failure:
+    if verdict is None:
+        return Failure(hang=messages.fit(hang, Hang, "the verdict on a hang") if hang else None)
+    elsewhere = tuple(Elsewhere(frame, ranks) for frame, ranks in verdict.elsewhere)
+    return Failure(verdict.cause, None, verdict.alike, verdict.victims, elsewhere)

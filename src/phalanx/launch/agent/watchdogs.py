@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx import status
+from phalanx import messages, status
 from phalanx.events import Ending, Frame
 from phalanx.failure.oom import Counters
 from phalanx.failure.root_cause import is_victim
@@ -108,9 +107,9 @@ class Sentries:
         else:  # gloo's, of which the page may not know yet: where it lost its connection, or crashed
             called = users_line(ending) if is_victim(ending) or ending.crash else None
         if page is None:
-            return dataclasses.replace(ending, called=called)
+            return messages.replace(ending, called=called)
         progress = page.checkpoint, page.epoch, page.step
-        return dataclasses.replace(ending, called=called, updates=page.updates, progress=progress)
+        return messages.replace(ending, called=called, updates=page.updates, progress=progress)
 
     def blame_standing(self, endings: Sequence[Ending]) -> str | None:
         """The ranks have failed by waiting for too long. What they have stood still for, if that is known."""

@@ -10,7 +10,6 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from phalanx import messages
 from phalanx.errors import JoinError
 from phalanx.events import Ending
 from phalanx.fd_channel import Channel
@@ -268,18 +267,16 @@ Event = Waiting | Notice | Ignored | Joined | Refused | Over | MasterAt | Stop |
 
 def send(channel: Channel, record: Order | Event) -> None:
     """Raises OSError when the other side is gone."""
-    channel.send({"record": messages.encode(record).decode()})
+    channel.send(record)
 
 
 def receive_order(channel: Channel) -> Order:
     """The agent's next order; the last one if the agent is gone."""
-    received = channel.receive()
-    if received is None:
-        return Leave(None)
-    return messages.decode(received[0]["record"], Order, "the channel of the agent")
+    received = channel.receive(Order)
+    return Leave(None) if received is None else received[0]
 
 
 def receive_event(channel: Channel) -> Event | None:
     """None when the keeper is gone."""
-    received = channel.receive()
-    return None if received is None else messages.decode(received[0]["record"], Event, "the channel of the keeper")
+    received = channel.receive(Event)
+    return None if received is None else received[0]

@@ -17,7 +17,6 @@ from typing import Any
 
 from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.source_lines import is_users, program_package, shorten_path
-from phalanx.status.code_lines import program_package
 from phalanx.torch_compat import dataloader, ddp
 
 _MOMENT = 1.0
@@ -50,7 +49,7 @@ def let_nothing_interrupt_the_end() -> None:
         signal.signal(signal.SIGINT, lambda *_: None)
 
 
-def tell_of_threads(tell: Callable[[Mapping[str, Any]], object]) -> None:
+def tell_of_threads(tell: Callable[[Mapping[str, str]], object]) -> None:
     """When an exception ends a thread beside the main one, the agent is told as well: the main thread may wait for it
     from then on. What Python prints of it is printed as ever."""
     plain = threading.excepthook
@@ -58,7 +57,7 @@ def tell_of_threads(tell: Callable[[Mapping[str, Any]], object]) -> None:
 
     def hook(args: threading.ExceptHookArgs) -> None:
         if args.exc_type is not SystemExit and next(untold, args) is None:
-            tell({"thread": _death(args)})
+            tell(_death(args))
         plain(args)
 
     threading.excepthook = hook

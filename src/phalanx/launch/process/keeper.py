@@ -6,13 +6,16 @@ Each attempt gets a new store on the same socket: a restarted worker cannot meet
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 from typing import Any
 
+from phalanx.errors import ForeignData
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import process_tree
+from phalanx.launch.zygote_messages import FreshStore
 from phalanx.store import tcp_store
 
 _ZYGOTE_SECONDS = 15.0
@@ -28,7 +31,8 @@ def serve(channel: Channel, listener: socket.socket | None, token: str, with_nod
         StoreSession(channel, listener).serve()
     else:
         assert listener is not None
-        _serve_workers(channel, listener)
+        with contextlib.suppress(ForeignData):  # it is not our agent that writes there
+            _serve_workers(channel, listener)
     # The zygote ends everything, us last. Were both to do it at once, one would kill the other before it has removed
     # the segments of those that it has killed.
     if not process_tree.is_gone(zygote, _ZYGOTE_SECONDS):
@@ -38,9 +42,7 @@ def serve(channel: Channel, listener: socket.socket | None, token: str, with_nod
 
 def _serve_workers(channel: Channel, listener: socket.socket) -> None:
     store: Any = None
-    while (received := channel.receive()) is not None:
-        message, _ = received
-        if message["op"] == "fresh":
-            del store  # its thread ends and its connections close before the next one starts
-            store = tcp_store.serve(listener.getsockname()[0], listener, timeout=60.0)
-            channel.send({"event": "fresh"})
+    while channel.receive(FreshStore) is not None:
+        del store  # its thread ends and its connections close before the next one starts
+        store = tcp_store.serve(listener.getsockname()[0], listener, timeout=60.0)
+        channel.send(FreshStore())

@@ -7,7 +7,6 @@ The same code serves a forked child and a fresh interpreter; the difference ends
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import faulthandler
 import inspect
 import io
@@ -24,17 +23,17 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx import notices, secret, status
-from phalanx.events import ErrorRecord, Frame, rank_events_path
-from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process import exit_report, process_tree, python_command, torch_setup
-from phalanx.launch.process.fresh_modules import Disguise
-from phalanx.launch.spec.launch_spec import WorkerSpec
 from phalanx.source_lines import LAUNCHER
 from phalanx.status import layout
 from phalanx.torch_compat import names as torch_names
+
+if TYPE_CHECKING:  # a rank in an interpreter of its own imports nothing but the standard library before its script
+    from phalanx.launch.process.fresh_modules import Disguise
+    from phalanx.launch.spec.launch_spec import WorkerSpec
 
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
 FOR_THE_WORKERS = tuple(
@@ -58,6 +57,16 @@ class Birth:
     """A file beside the script has the name of a module that even our own start-up imports."""
 
 
+class Script(NamedTuple):
+    """What a worker runs, as it is told to an interpreter of its own."""
+
+    rank: int
+    kind: str
+    """As in `Program`."""
+    target: str
+    argv: list[str]
+
+
 def become(birth: Birth) -> None:
     """The child's side of the fork: a session of its own, its files and environment, then the script."""
     spec = birth.spec
@@ -73,7 +82,11 @@ def become(birth: Birth) -> None:
     if birth.by_exec:
         _exec(spec, birth.fds[3:], birth.shadowed)
     birth.disguise.put_on()
-    run(spec, birth.fds[3], birth.fds[4:])
+    run(_script(spec), birth.fds[3], birth.fds[4:])
+
+
+def _script(spec: WorkerSpec) -> Script:
+    return Script(spec.rank, spec.program.kind, spec.program.target, spec.argv())
 
 
 def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
@@ -91,11 +104,13 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
         if interpreter is not None:
             os.execvp(interpreter, [interpreter, "-u", *(["-m"] * (program.kind == "module")), *argv])
     except OSError as error:
-        _report(fds[0], _record(spec.rank, error, None, 127))
+        _report(fds[0], _error(spec.rank, error, None, 127))
         os._exit(127)
+    from phalanx.fd_channel import anonymous_file  # here, in the child of a zygote, it is loaded already
+
     note = anonymous_file("worker")
     with os.fdopen(os.dup(note), "w") as file:
-        json.dump({"worker": dataclasses.asdict(spec), "secret": secret.text()}, file)
+        json.dump([_script(spec), secret.text()], file)
     for fd in (note, *fds):
         os.set_inheritable(fd, True)
     os.execv(sys.executable, python_command.command(f"phalanx.launch.process.worker.main({[note, *fds]})"))
@@ -108,14 +123,13 @@ def main(fds: list[int]) -> None:
         os.set_inheritable(fd, False)
     os.lseek(note, 0, os.SEEK_SET)
     with os.fdopen(note) as file:
-        given = json.load(file)
-    secret.keep(given["secret"])
-    spec = WorkerSpec.from_fields(given["worker"])
+        script, text = json.load(file)
+    secret.keep(text)
     torch_setup.install_on_import()
-    run(spec, report, rest)
+    run(Script(*script), report, rest)
 
 
-def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
+def run(script: Script, report: int, fds: list[int]) -> None:
     """Runs the program; how it ends is how this process ends."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would be read in blocks
@@ -123,15 +137,15 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
-    exit_report.tell_of_threads(lambda content: os.getpid() == pid and _tell(report, content))
-    notices.report_by(lambda text: os.getpid() == pid and _tell(report, {"notice": text}))
-    _begin_page(spec)
+    exit_report.tell_of_threads(lambda death: os.getpid() == pid and _report(report, {"thread": death}))
+    notices.report_by(lambda text: os.getpid() == pid and _report(report, {"notice": text}))
+    _begin_page(script.rank)
     try:
         signal.pthread_sigmask(
             signal.SIG_UNBLOCK, FOR_THE_WORKERS
         )  # what came since the fork is dealt with from here on
         try:
-            _run_program(spec, fds)
+            _run_program(script, fds)
         except BaseException:
             exit_report.hear_no_more_of_loaders()
             exit_report.let_nothing_interrupt_the_end()
@@ -139,15 +153,15 @@ def run(spec: WorkerSpec, report: int, fds: list[int]) -> None:
         _end_page()
     except BaseException as error:
         if os.getpid() == pid:  # a script's own fork may come back here as well
-            _end_with(spec, report, error)
+            _end_with(script.rank, report, error)
         raise
 
 
-def _begin_page(spec: WorkerSpec) -> None:
-    directory = spec.environment.get("PHALANX_RUN_DIR")
+def _begin_page(rank: int) -> None:
+    directory = os.environ.get("PHALANX_RUN_DIR")
     if directory is not None:
-        status.begin(Path(directory), spec.rank, int(spec.environment["WORLD_SIZE"]))
-        torch_names.report_to(rank_events_path(Path(directory), spec.rank))
+        status.begin(Path(directory), rank, int(os.environ["WORLD_SIZE"]))
+        torch_names.report_to(Path(directory), rank)
 
 
 def _end_page() -> None:
@@ -157,15 +171,15 @@ def _end_page() -> None:
         page.enter(layout.DONE)
 
 
-def _run_program(spec: WorkerSpec, fds: list[int]) -> None:
-    kind, target = spec.program.kind, spec.program.target
+def _run_program(script: Script, fds: list[int]) -> None:
+    rank, kind, target, argv = script
     if kind == "function":
         from phalanx.launch.process import pickled_function
 
-        pickled_function.call(spec.rank, fds)
+        pickled_function.call(rank, fds)
         return
     _clear_main()
-    sys.argv[:] = spec.argv()
+    sys.argv[:] = argv
     sys.orig_argv[1:] = ["-m", *sys.argv] if kind == "module" else list(sys.argv)
     if kind == "module":
         _first_on_path(str(Path.cwd()))
@@ -205,7 +219,7 @@ def _first_on_path(directory: str) -> None:
         sys.path.insert(0, directory)
 
 
-def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
+def _end_with(rank: int, report: int, error: BaseException) -> None:
     """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
     error = exit_report.real_reason(error)
     status.complete()
@@ -214,11 +228,11 @@ def _end_with(spec: WorkerSpec, report: int, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code:
-            _report(report, _record(spec.rank, error, trace, code & 0xFF))  # what sys.exit says, Python prints
+            _report(report, _error(rank, error, trace, code & 0xFF))  # what sys.exit says, Python prints
         else:
             _end_page()
         raise error
-    is_told = _report(report, _record(spec.rank, error, trace, 1))
+    is_told = _report(report, _error(rank, error, trace, 1))
     hook = _users_hook()
     if hook is not None:
         hook(type(error), error, trace)
@@ -253,31 +267,37 @@ def _user_side(trace: TracebackType | None) -> TracebackType | None:
     return None
 
 
-def _record(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> ErrorRecord:
+def _error(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> dict[str, Any]:
+    """As `events.ErrorRecord` has it."""
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
     text = "".join(traceback.format_exception(kind, error, trace))
     summary = traceback.extract_tb(trace)
-    frames = [Frame(f.filename, f.lineno or 0, f.name, (f.line or "").strip()) for f in summary]
+    frames = [_frame(each.filename, each.lineno, each.name, each.line) for each in summary]
     if isinstance(error, SyntaxError) and error.filename:
-        frames.append(Frame(error.filename, error.lineno or 0, "<module>", (error.text or "").strip()))
+        frames.append(_frame(error.filename, error.lineno, "<module>", error.text))
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
         message = "(its message cannot be shown)"
-    return ErrorRecord(
-        rank,
-        os.getpid(),
-        time.time(),
-        name,
-        _shortened(message),
-        (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
-        text[-_LONGEST_TRACEBACK:],
-        exit_code,
-        exit_report.note(error, trace),
-    )
+    record = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "type": name,
+        "message": _shortened(message),
+        "frames": (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
+        "traceback": text[-_LONGEST_TRACEBACK:],
+        "exit_code": exit_code,
+        "note": exit_report.note(error, trace),
+    }
+    return {"error": record}
+
+
+def _frame(file: str, line: int | None, function: str, source: str | None) -> dict[str, Any]:
+    return {"file": file, "line": line or 0, "function": function, "source": (source or "").strip()}
 
 
 def _shortened(message: str) -> str:
@@ -286,12 +306,8 @@ def _shortened(message: str) -> str:
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
 
 
-def _report(fd: int, record: ErrorRecord) -> bool:
-    """Whether anybody could be told: the agent may be gone, or the script has closed what is not its own."""
-    return _tell(fd, {"error": dataclasses.asdict(record)})
-
-
-def _tell(fd: int, content: Mapping[str, Any]) -> bool:
+def _report(fd: int, content: Mapping[str, Any]) -> bool:
+    """Writes a `member.RankReport`. Whether that was possible: the agent may be gone, or the script has closed it."""
     data = json.dumps(content).encode() + b"\n"
     try:
         while data:

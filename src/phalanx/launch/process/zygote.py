@@ -18,11 +18,28 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx import secret
+from phalanx.errors import ForeignData
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import keeper, oom_score, process_tree, torch_setup, worker
 from phalanx.launch.process.fresh_modules import Disguise
 from phalanx.launch.process.worker import FOR_THE_WORKERS
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.launch.zygote_messages import (
+    CannotFork,
+    Exited,
+    ImportFailed,
+    KeeperEnded,
+    KeeperStarted,
+    Ready,
+    Request,
+    SendSignal,
+    Setup,
+    Start,
+    Started,
+    StartKeeper,
+    Sweep,
+    Swept,
+)
 from phalanx.system import procfs
 
 _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")
@@ -35,15 +52,15 @@ def main(fd: int, fresh: frozenset[str]) -> None:
     # to go first, the workers would be killed in the middle of their last checkpoint.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_THE_WORKERS}
     channel = Channel.from_fd(fd)
-    received = channel.receive()
+    received = channel.receive(Setup)
     if received is None:
         os._exit(0)
     setup, fds = received
-    secret.keep(setup["secret"])
+    secret.keep(setup.secret)
     zygote = _Zygote(channel, disguise, setup, handlers)
     try:
         child = zygote.live(fds)
-    except BrokenPipeError:  # the agent died while it was being told something
+    except (BrokenPipeError, ForeignData):  # the agent died while it was being told something, or is not one
         zygote.end_everything()
         os._exit(0)
     # Only a child comes here, out of the zygote's stack, so that the script's frames have nothing of it below them.
@@ -54,7 +71,7 @@ def main(fd: int, fresh: frozenset[str]) -> None:
 class _Zygote:
     channel: Channel
     disguise: Disguise
-    setup: dict[str, Any]
+    setup: Setup
     handlers: dict[signal.Signals, Any]
     """What a fresh interpreter does on the signals that the zygote itself ignores."""
     keeper_pid: int = 0
@@ -64,17 +81,17 @@ class _Zygote:
 
     def live(self, fds: list[int]) -> worker.Birth:
         """Serves the agent until it goes away. Returns only in a child."""
-        if self.setup["die_with"]:
-            process_tree.die_with_parent(self.setup["die_with"])  # while importing, nobody reads the channel
+        if self.setup.die_with:
+            process_tree.die_with_parent(self.setup.die_with)  # while importing, nobody reads the channel
         process_tree.adopt_orphans()
-        if self.setup["start_method"] == "exec":
+        if self.setup.start_method == "exec":
             self.why_not_fork = "asked for"
             self.disguise.note_imports()
         else:
             self._import()
         process_tree.outlive_parent()
         self._start_keeper(fds)
-        self.channel.send({"event": "ready", "prefix": sys.prefix, "executable": sys.executable})
+        self.channel.send(Ready(sys.prefix, sys.executable))
         wake_in, wake_out = os.pipe()
         os.set_blocking(wake_out, False)
         os.set_blocking(wake_in, False)
@@ -92,17 +109,15 @@ class _Zygote:
 
     def _import(self) -> None:
         gc.disable()  # a tenth of the time of an import goes into collections that find nothing
-        for name in (*_TORCH, *self.setup["late"], *self.setup["preload"]):
-            directory = self.setup["script_directory"] if name in self.setup["preload"] else None
+        for name in (*_TORCH, *self.setup.late, *self.setup.preload):
+            directory = self.setup.script_directory if name in self.setup.preload else None
             try:
                 with self.disguise.visible(directory):
                     importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
-                if name in self.setup["late"]:
+                if name in self.setup.late:
                     continue  # only a guess at what the script will need; it will see the error itself if it does
-                self.channel.send(
-                    {"event": "import failed", "module": name, "error": f"{type(error).__name__}: {error}"}
-                )
+                self.channel.send(ImportFailed(name, f"{type(error).__name__}: {error}"))
                 _flush()
                 os._exit(1)
         _flush()
@@ -113,9 +128,7 @@ class _Zygote:
         own = procfs.stat("self")
         threads = own.threads if own is not None else 1
         if threads > 1:
-            self.why_not_fork = (
-                f"{threads - 1} thread(s) were started while importing {', '.join(self.setup['preload'])}"
-            )
+            self.why_not_fork = f"{threads - 1} thread(s) were started while importing {', '.join(self.setup.preload)}"
         elif sys.modules["torch"].cuda.is_initialized():
             self.why_not_fork = "CUDA was initialised while importing"
 
@@ -131,28 +144,27 @@ class _Zygote:
             import socket
 
             listener = socket.socket(fileno=listeners[0]) if listeners else None
-            keeper.serve(Channel.from_fd(to_agent), listener, self.setup["token"], self.setup["with_nodes"])
+            keeper.serve(Channel.from_fd(to_agent), listener, self.setup.token, self.setup.with_nodes)
             os._exit(0)
         for fd in fds:
             os.close(fd)
-        self.channel.send({"event": "keeper started", "pid": self.keeper_pid})
+        self.channel.send(KeeperStarted(self.keeper_pid))
 
     def _obey(self, wake_fds: list[int]) -> worker.Birth | None:
-        received = self.channel.receive()
+        received = self.channel.receive(Request)
         if received is None:
             self.end_everything()
             os._exit(0)
-        message, fds = received
-        if message["op"] == "start":
-            return self._start(WorkerSpec.from_fields(message["worker"]), fds, wake_fds)
-        if message["op"] == "signal":
-            self._signal(message["pid"], message["signal"])
-        elif message["op"] == "sweep":
-            self.channel.send({"event": "swept", "left": sorted(self._sweep())})
-        elif message["op"] == "keeper":
-            self._start_keeper(fds)
-        else:
-            raise AssertionError(f"the agent sent {message['op']!r}")
+        request, fds = received
+        match request:
+            case Start(spec):
+                return self._start(spec, fds, wake_fds)
+            case SendSignal(pid, number):
+                self._signal(pid, number)
+            case Sweep():
+                self.channel.send(Swept(tuple(sorted(self._sweep()))))
+            case StartKeeper():
+                self._start_keeper(fds)
         return None
 
     def _signal(self, pid: int, number: int) -> None:
@@ -166,10 +178,10 @@ class _Zygote:
         os.kill(pid, number)  # at least a zombie is there: only we reap
 
     def _start(self, spec: WorkerSpec, fds: list[int], wake_fds: list[int]) -> worker.Birth | None:
-        shadow = self.disguise.shadowed_by(self.setup["script_directory"])
+        shadow = self.disguise.shadowed_by(self.setup.script_directory)
         why_exec = self._why_exec(spec) or shadow
         if why_exec and spec.start_method == "fork":
-            self.channel.send({"event": "cannot fork", "why": why_exec})
+            self.channel.send(CannotFork(why_exec))
             return None
         parent, surplus = os.getpid(), oom_score.surplus()
         signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
@@ -187,7 +199,7 @@ class _Zygote:
         self.workers[pid] = spec
         for fd in fds:
             os.close(fd)
-        self.channel.send({"event": "started", "rank": spec.rank, "pid": pid, "exec": why_exec})
+        self.channel.send(Started(spec.rank, pid, why_exec))
         return None
 
     def _why_exec(self, spec: WorkerSpec) -> str | None:
@@ -199,13 +211,15 @@ class _Zygote:
 
     def _report_exits(self) -> None:
         for pid, (status, memory) in process_tree.reap_children().items():
+            code = os.waitstatus_to_exitcode(status)
             if pid == self.keeper_pid:
                 self.keeper_pid = 0
-                self.channel.send({"event": "keeper ended", "pid": pid, "status": status})
+                self.channel.send(KeeperEnded(pid, code))
             elif pid in self.workers:
                 process_tree.remove_segments([pid])
                 rank = self.workers.pop(pid).rank
-                self.channel.send({"event": "exited", "rank": rank, "pid": pid, "status": status, "memory": memory})
+                ended = (code, None) if code >= 0 else (None, -code)
+                self.channel.send(Exited(rank, pid, *ended, memory))
 
     def _sweep(self) -> set[int]:
         self._report_exits()

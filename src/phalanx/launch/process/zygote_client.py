@@ -6,7 +6,6 @@ Every request is a message; what happens to the workers comes back as events. No
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import signal
@@ -15,37 +14,32 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from phalanx import secret
-from phalanx.errors import LaunchError
+from phalanx import messages, secret
+from phalanx.errors import ForeignData, LaunchError
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import helper_processes, python_command
 from phalanx.launch.process.helper_processes import HelperLost, how_ended
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.launch.zygote_messages import (
+    CannotFork,
+    Event,
+    Exited,
+    FreshStore,
+    ImportFailed,
+    KeeperEnded,
+    KeeperStarted,
+    Ready,
+    SendSignal,
+    Setup,
+    Start,
+    Started,
+    StartKeeper,
+    Sweep,
+    Swept,
+)
 from phalanx.system import procfs
-
-
-@dataclass(frozen=True)
-class Started:
-    rank: int
-    pid: int
-    why_exec: str | None
-    """Why it was not forked; None when it was."""
-
-
-@dataclass(frozen=True)
-class Exited:
-    rank: int
-    pid: int
-    exit_code: int | None
-    signal: int | None
-    memory: int = 0
-    """Bytes that it had in memory at most, as the kernel says when it is over."""
-
-
-Event = Started | Exited
 
 _MESSAGE_SECONDS, _SWEEP_SECONDS, _STORE_SECONDS, _END_SECONDS = 10.0, 20.0, 60.0, 12.0
 """The zygote gives up on a process that cannot be killed after 10 s; the first store may have to import torch."""
@@ -72,17 +66,17 @@ class Nursery:
         # Kept open here: the port stays ours when the keeper has to be replaced.
         self._listener = listener.dup() if listener is not None else None
         self._environment = {**environment, "PHALANX_RUN_TOKEN": self.token, "OPENBLAS_NUM_THREADS": "1"}
-        self._setup = {
-            "start_method": start_method,
-            "preload": list(preload),
-            "late": list(late),
-            "script_directory": script_directory,
-            "token": self.token,
-            "with_nodes": with_nodes,
-            "secret": secret.text(),
+        self._setup = Setup(
+            start_method,
+            tuple(preload),
+            tuple(late),
+            script_directory,
+            self.token,
+            with_nodes,
+            secret.text(),
             # The parent-death signal is bound to the thread that forks, not to the process.
-            "die_with": os.getpid() if threading.current_thread() is threading.main_thread() else 0,
-        }
+            die_with=os.getpid() if threading.current_thread() is threading.main_thread() else 0,
+        )
         self._keeper: Channel | None = None
         self._keeper_pid = 0
         self._stores = self._answers_due = 0
@@ -114,9 +108,9 @@ class Nursery:
         else:
             self._send(self._setup)
 
-    def _send_with_keeper(self, message: Mapping[str, object]) -> None:
+    def _send_with_keeper(self, message: Setup | StartKeeper) -> None:
         """With what a new keeper needs: its channel and the socket, if this nursery has one."""
-        if self._listener is None and not self._setup["with_nodes"]:
+        if self._listener is None and not self._setup.with_nodes:
             self._send(message)
             return
         self._keeper, its_end = Channel.pair()
@@ -136,7 +130,7 @@ class Nursery:
         if self.has_ended:
             self._start_zygote()
         elif self._keeper is None:
-            self._send_with_keeper({"op": "keeper"})
+            self._send_with_keeper(StartKeeper())
 
     @property
     def keeper(self) -> Channel:
@@ -149,62 +143,62 @@ class Nursery:
     def start(self, spec: WorkerSpec, fds: Sequence[int]) -> None:
         """``fds``: stdin, stdout, stderr, the writing end of the report pipe, and what a function needs."""
         environment = {**spec.environment, "PHALANX_RUN_TOKEN": self.token}
-        spec = dataclasses.replace(spec, environment=environment)
-        self._send({"op": "start", "worker": dataclasses.asdict(spec)}, fds)
+        self._send(Start(messages.replace(spec, environment=environment)), fds)
 
     def signal(self, pid: int, number: int) -> None:
         """Only the zygote may signal a worker: it alone knows that the pid has not been given to somebody else."""
-        self._send({"op": "signal", "pid": pid, "signal": int(number)})
+        self._send(SendSignal(pid, int(number)))
 
-    def next_event(self) -> Event | None:
+    def next_event(self) -> Started | Exited | None:
         """The next event, waiting for it if there is none; None when it says nothing about a worker."""
-        received = self.channel.receive()
+        try:
+            received = self.channel.receive(Event)
+        except ForeignData as error:
+            raise HelperLost(str(error)) from None
         if received is None:
             raise HelperLost(helper_processes.describe_end(self._process))
-        message, _ = received
-        match message["event"]:
-            case "started":
-                self._workers.add(message["pid"])
-                return Started(message["rank"], message["pid"], message["exec"])
-            case "exited":
-                self._workers.discard(message["pid"])
-                code = os.waitstatus_to_exitcode(message["status"])
-                ended = (code, None) if code >= 0 else (None, -code)
-                return Exited(message["rank"], message["pid"], *ended, message["memory"])
-            case "ready":
-                self._check_interpreter(message)
+        event, _ = received
+        match event:
+            case Started():
+                self._workers.add(event.pid)
+                return event
+            case Exited():
+                self._workers.discard(event.pid)
+                return event
+            case Ready():
+                self._check_interpreter(event.prefix)
                 self.ready = True
-            case "swept":
+            case Swept(left):
                 self._swept = True
-                self.left |= set(message["left"])
-            case "keeper started":
-                self._keeper_pid = message["pid"]
-            case "import failed":
+                self.left |= set(left)
+            case KeeperStarted(pid):
+                self._keeper_pid = pid
+            case ImportFailed(module, error):
                 raise LaunchError(
-                    f"cannot import {message['module']} ({message['error']}) in {sys.executable}; "
-                    f"{'install it there' if message['module'].startswith('torch') else 'correct --preload'}."
+                    f"cannot import {module} ({error}) in {sys.executable}; "
+                    f"{'install it there' if module.startswith('torch') else 'correct --preload'}."
                 )
-            case "cannot fork":
-                raise LaunchError(f"--start-method fork is not possible: {message['why']}. Use auto or exec.")
-            case "keeper ended" if message["pid"] == self._keeper_pid:
-                how = how_ended(os.waitstatus_to_exitcode(message["status"]))
+            case CannotFork(why):
+                raise LaunchError(f"--start-method fork is not possible: {why}. Use auto or exec.")
+            case KeeperEnded(pid, code) if pid == self._keeper_pid:
+                how = how_ended(code)
                 self.keeper_lost = f"the process that hosts the store (pid {self._keeper_pid}) was {how}"
-                if self._setup["with_nodes"]:
+                if self._setup.with_nodes:
                     raise LaunchError(f"{self.keeper_lost}; all workers are ended.")
         return None
 
-    def _check_interpreter(self, message: Mapping[str, str]) -> None:
-        """M17: the workers run in the launcher's own interpreter and environment, or nothing is started."""
-        if message["prefix"] != sys.prefix:
+    def _check_interpreter(self, prefix: str) -> None:
+        """The workers run in the launcher's own interpreter and environment, or nothing is started."""
+        if prefix != sys.prefix:
             raise LaunchError(
-                f"the workers would run in {message['prefix']}, but this launcher runs in {sys.prefix}; "
+                f"the workers would run in {prefix}, but this launcher runs in {sys.prefix}; "
                 "activate one environment and start again."
             )
 
-    def sweep(self) -> list[Event]:
+    def sweep(self) -> list[Started | Exited]:
         """Ends whatever the workers left behind; returns what was heard meanwhile. See ``left``."""
         self._swept = False
-        self._send({"op": "sweep"})
+        self._send(Sweep())
         heard = []
         while not self._swept:
             self._await(self.channel, _SWEEP_SECONDS, f"the process that starts the workers (pid {self.pid})")
@@ -221,16 +215,16 @@ class Nursery:
         """
         name = f"the process that hosts the store (pid {self._keeper_pid})"
         try:
-            self.keeper.send({"op": "fresh"})
+            self.keeper.send(FreshStore())
             self._stores += 1
             self._answers_due += 1
             while self._stores > 1 and self._answers_due:
                 self._await(self.keeper, _STORE_SECONDS, name)
-                if self.keeper.receive() is None:
+                if self.keeper.receive(FreshStore) is None:
                     raise HelperLost(f"{name} has ended")
                 self._answers_due -= 1
-        except (OSError, HelperLost) as error:
-            self.keeper_lost = str(error) if isinstance(error, HelperLost) else f"{name} has ended"
+        except (OSError, HelperLost, ForeignData) as error:
+            self.keeper_lost = str(error) if not isinstance(error, OSError) else f"{name} has ended"
             if not self._keeper_pid and helper_processes.has_ended(self._process, helper_processes.KILL_SECONDS):
                 self.keeper_lost = helper_processes.describe_end(self._process)  # before it could start the keeper
             self.keeper.close()
@@ -300,10 +294,10 @@ class Nursery:
         with contextlib.suppress(HelperLost, OSError):
             while not self._keeper.has_ended:
                 self._await(self._keeper, _END_SECONDS, "the keeper")
-                self._keeper.receive()
+                self._keeper.receive(dict)
         return self._keeper.has_ended
 
-    def _send(self, message: Mapping[str, object], fds: Sequence[int] = ()) -> None:
+    def _send(self, message: object, fds: Sequence[int] = ()) -> None:
         try:
             self.channel.send(message, fds)
         except OSError:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import Literal
 
 from phalanx.errors import UsageError
+from phalanx.messages import Count, Rank, Record
 from phalanx.system.ports import LOOPBACK
 
+ProgramKind = Literal["script", "module", "path", "command", "function"]
 START_METHODS = ("auto", "fork", "exec")
+LAST_CALL = 10.0
 MOST_PROCESSES, MOST_NODES = 10_000, 100_000
 """Of one node, and of a run. More is a slip of the keyboard, and would only fail later."""
 _LONGEST = 1e9
@@ -23,12 +25,11 @@ def check_processes(count: int, source: str) -> int:
     return count
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(Record, frozen=True):
     """What every worker runs."""
 
-    kind: str
-    """``script``, ``module`` (-m), ``path`` (--run-path), ``command`` (--no-python) or ``function`` (spawn)."""
+    kind: ProgramKind
+    """A module is run by -m, a path by --run-path, a command by --no-python, a function by spawn."""
     target: str
     args: tuple[str, ...] = ()
     inject_local_rank: str | None = None
@@ -37,8 +38,7 @@ class Program:
     """Another Python than the launcher's own; None for the same."""
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Record, frozen=True):
     """One machine, and how many processes it gets."""
 
     name: str
@@ -53,8 +53,7 @@ class Host:
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
-@dataclass(frozen=True)
-class Fleet:
+class Fleet(Record, frozen=True):
     """All machines of a run that one command starts; the first has node rank 0."""
 
     hosts: tuple[Host, ...]
@@ -65,8 +64,7 @@ class Fleet:
     """Variables that travel, beside those of luggage.py."""
 
 
-@dataclass(frozen=True)
-class LaunchSpec:
+class LaunchSpec(Record, frozen=True):
     """One run, as asked for on the command line. The same on every node but for ``node_rank``."""
 
     program: Program
@@ -84,7 +82,7 @@ class LaunchSpec:
     rdzv_backend: str = "static"
     """``static``: nodes have numbers from the start; ``c10d``: the master's address is where they meet and get them."""
     rdzv_timeout: float = 300.0
-    last_call: float = 10.0
+    last_call: float = LAST_CALL
     """Seconds to wait for more nodes when the fewest that are needed have come."""
     is_host: bool | None = None
     """Whether this node serves the c10d meeting; None: when the address is one of its own."""
@@ -111,12 +109,12 @@ class LaunchSpec:
     """The CPUs of each local rank, by ``numa_binding``; None: those of the launcher."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     log_dir: str = "runs"
-    redirects: Mapping[int, int] = field(default_factory=dict)
+    redirects: Mapping[int, int] = {}
     """Local rank to 1 (stdout), 2 (stderr) or 3: into files only."""
-    tee: Mapping[int, int] = field(default_factory=dict)
+    tee: Mapping[int, int] = {}
     """The same, into files and onto the console."""
     local_ranks_filter: tuple[int, ...] | None = None
-    duplicate_filters: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    duplicate_filters: Mapping[int, tuple[str, ...]] = {}
     """1 (stdout), 2 (stderr) to the texts; a line with one of them also goes to a file for all local ranks."""
     fleet: Fleet | None = None
     """The hosts that this command starts; None when it starts this node alone."""
@@ -149,8 +147,7 @@ class LaunchSpec:
                 raise UsageError(f"{flag} is {seconds:g}; give seconds, {allowed}.")
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(Record, frozen=True):
     """Where one process stands among all; the words mean what torchrun means by them."""
 
     rank: int
@@ -174,17 +171,16 @@ def placements(local_sizes: Sequence[int]) -> list[Placement]:
     return everyone
 
 
-@dataclass(frozen=True)
-class WorkerSpec:
+class WorkerSpec(Record, frozen=True):
     """One process to start: what the zygote needs to know of it."""
 
-    rank: int
-    local_rank: int
+    rank: Rank
+    local_rank: Rank
     program: Program
     environment: Mapping[str, str]
     """The whole environment, not an addition to one."""
     start_method: str = "auto"
-    cpus: tuple[int, ...] | None = None
+    cpus: tuple[Count, ...] | None = None
     """The CPUs that it may use; None: those of the zygote."""
 
     def argv(self) -> list[str]:
@@ -193,14 +189,6 @@ class WorkerSpec:
         if self.program.inject_local_rank:
             injected = [f"{self.program.inject_local_rank}={self.local_rank}"]
         return [self.program.target, *injected, *self.program.args]
-
-    @staticmethod
-    def from_fields(fields: dict) -> WorkerSpec:
-        """The inverse of ``dataclasses.asdict``, after a trip through JSON."""
-        program = Program(**fields.pop("program"))
-        program = dataclasses.replace(program, args=tuple(program.args))
-        cpus = fields.pop("cpus")
-        return WorkerSpec(program=program, cpus=None if cpus is None else tuple(cpus), **fields)
 
 
 def worker_environment(

@@ -7,7 +7,6 @@ announced on all of them in the same words.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -105,4 +104,4 @@ def aged_records(records: tuple[RankRecord, ...] | None, seconds: float) -> tupl
     """The same, so much later."""
     if records is None:
         return None
-    return tuple(dataclasses.replace(record, quiet=record.quiet + seconds) for record in records)
+    return tuple(replace(record, quiet=record.quiet + seconds) for record in records)

@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import status
+from phalanx import messages, status
 from phalanx.source_lines import shorten_path, source_of
 from phalanx.status.rank_record import UNNAMED, RankRecord
+from phalanx.status.reading import Place
 from phalanx.store import tcp_store
 from phalanx.watchdog.stall.stack_dump import Wanted, stacks_of
 
@@ -78,10 +79,12 @@ class Inquiry:
         ]
         found = stacks_of(wanted, deadline)
         return [
-            replace(
+            messages.replace(
                 record,
                 threads=found.get(subject.pid or 0, ()),
-                children=tuple(replace(child, threads=found.get(child.vitals.pid, ())) for child in record.children),
+                children=tuple(
+                    messages.replace(child, threads=found.get(child.vitals.pid, ())) for child in record.children
+                ),
             )
             for subject, record in zip(self._subjects, records, strict=True)
         ]
@@ -101,15 +104,15 @@ class Inquiry:
             return record
         places = {one.place: _shortened(one.place) for one in page.collectives if one.place is not None}
         sources = {f"{shown.file}:{shown.line}": source_of(real.file, real.line) for real, shown in places.items()}
-        collectives = (replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
+        collectives = (messages.replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
         unreachable = tcp_store.why_unreachable(page.connecting, _ANSWER) if page.connecting else ""
-        known = replace(page, collectives=tuple(collectives))
-        return replace(record, status=known, sources=sources, unreachable=unreachable)
+        known = messages.replace(page, collectives=tuple(collectives))
+        return messages.replace(record, status=known, sources=sources, unreachable=unreachable)
 
 
-def _shortened(place: status.Place) -> status.Place:
+def _shortened(place: Place) -> Place:
     """On this node, where it is known what a path can be shortened by."""
-    return replace(place, file=shorten_path(place.file))
+    return messages.replace(place, file=shorten_path(place.file))
 
 
 def _children_of_interest(record: RankRecord) -> tuple[int, ...]:

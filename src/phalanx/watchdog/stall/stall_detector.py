@@ -168,7 +168,7 @@ class StallWatch:
         if not self._exchange.is_judge or any(one.records is None for one in snapshots):
             return
         records = sorted((record for one in snapshots for record in one.records or ()), key=lambda found: found.rank)
-        seen = tuple(replace_fields(record, quiet=0.0) for record in records)
+        seen = tuple(replace(record, quiet=0.0) for record in records)
         told = self._told
         if told is not None and seen == self._judged and min(one.quiet for one in snapshots) < _AGAIN * told.said:
             return
