@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx import secret
+from phalanx import messages, secret
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
@@ -286,27 +286,29 @@ def run_secret() -> Iterator[None]:
 
 
 def test_messages_among_lines(run_secret: None) -> None:
-    """In any pieces, behind a greeting, and behind a line that has no end; never what was not sealed."""
-    message = wire_protocol.marked(say="a\nb", topic="")
-    foreign = b'\x1ephalanx\x1e no\n\x1ephalanx\x1e[]\n\x1ephalanx\x1e{"ended": 0}\n[rank 0] two'
-    text = b"Welcome!\n" + wire_protocol.marked(hello=1) + b"[rank 0] one\nhalf" + message + foreign
+    """In any pieces, behind a greeting, and behind a line that has no end; never what was not sealed, or twice."""
+    hello = wire_protocol.Hello("3.11", "2.13.0", "1", 2, None, None, None, None)
+    first, said = wire_protocol.marked(hello, "n"), wire_protocol.Said("a\nb", "")
+    message = wire_protocol.marked(said, "n")
+    foreign = b'\x1ephalanx\x1e no\n\x1ephalanx\x1e[]\n\x1ephalanx\x1e{"ended": 0}\n'
+    foreign += message + wire_protocol.marked(said, "another") + b"[rank 0] two"
+    text = b"Welcome!\n" + first + b"[rank 0] one\nhalf" + message + foreign
     for size in (1, 3, 7, len(text)):
-        heard: list[dict[str, Any]] = []
-        sieve = wire_protocol.Sieve(heard.append)
+        heard: list[object] = []
+        sieve = wire_protocol.Sieve(wire_protocol.Inbox("n", heard.append))
         kept = b""
         for at in range(0, len(text), size):
             kept += sieve.feed(text[at : at + size])
             sieve.is_open = bool(heard)
         kept += sieve.finish()
-        assert heard == [{"hello": 1}, {"say": "a\nb", "topic": ""}]
+        assert heard == [hello, said]
         if size < len(text):
             assert kept == b"[rank 0] one\nhalf\n" + foreign + b"\n"
 
 
 def outpost(name: str, node: int, kind: str, **hello: Any) -> Outpost:
     """One that has answered."""
-    versions = {"Python": "3.11", "torch": "2.13.0", "phalanx": "1"}
-    told = {**versions, "nproc": 2, "port": 4000, "client": None, "server": None, "first": None, **hello}
+    told = messages.replace(wire_protocol.Hello("3.11", "2.13.0", "1", 2, 4000, None, None, None), **hello)
     way = transports.Way(Host(name), kind, ())
     return cast(Outpost, SimpleNamespace(name=name, node=node, way=way, hello=told))
 
@@ -331,7 +333,7 @@ def test_whether_they_fit() -> None:
     compatibility.compare(same)
     assert compatibility.roll(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
     with pytest.raises(LaunchError, match=r"^c has Python 3.9, but a has 3.11; install .*\nc has phalanx 2, but"):
-        compatibility.compare([*same, outpost("c", 2, "ssh", Python="3.9", phalanx="2")])
+        compatibility.compare([*same, outpost("c", 2, "ssh", python="3.9", phalanx="2")])
 
 
 def test_what_an_agent_says(run_secret: None) -> None:

@@ -17,7 +17,7 @@ class Voice:
     def drained(self) -> None:
         """The console has written it; nothing waits for that."""
 
-    def say(self, lines: Sequence[str], topic: str = "") -> None:
+    def say(self, lines: Sequence[str], topic: wire_protocol.Topic = "") -> None:
         """``topic``: see `wire.spoken`."""
         self._console.put(self, self._console.err, wire_protocol.spoken(lines, topic, self._node), on_a_new_line=True)
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.errors import LaunchError
+from phalanx.launch.output.wire_protocol import Hello
 from phalanx.launch.remote.host_connection import Outpost
 from phalanx.launch.spec.launch_spec import LaunchSpec, placements
 from phalanx.system.ports import LOOPBACK, is_loopback
-
-_MUST_AGREE = ("Python", "torch", "phalanx")
 
 
 def compare(outposts: Sequence[Outpost]) -> None:
     """An error for each host that would compute with something else than the first."""
     first, *others = outposts
     wrong = []
-    for what in _MUST_AGREE:
-        expected = _hello(first)[what]
-        for other in others:
-            found = _hello(other)[what]
+    for other in others:
+        for what, found in _versions(other).items():
+            expected = _versions(first)[what]
             if found != expected:
                 wrong.append(
                     f"{other.name} has {what} {found}, but {first.name} has {expected}; install the same on all hosts."
@@ -31,14 +29,14 @@ def compare(outposts: Sequence[Outpost]) -> None:
 def master(outposts: Sequence[Outpost], spec: LaunchSpec) -> tuple[str, int]:
     """Address and port of the first host as the others see it."""
     first, *others = outposts
-    port = spec.master_port or _hello(first)["port"]
+    port = spec.master_port or _hello(first).port or 0
     if spec.master_addr != LOOPBACK:
         return spec.master_addr, port
     if first.way.kind == "ssh":
-        candidates = [_hello(first)["server"]]
+        candidates = [_hello(first).server]
     else:
-        candidates = [_hello(other)["client"] for other in others if first.way.kind == "here"]
-        candidates += [_hello(other)["first"] for other in others]
+        candidates = [_hello(other).client for other in others if first.way.kind == "here"]
+        candidates += [_hello(other).first for other in others]
     for address in candidates:
         # One with a scope means another network on every machine.
         if address and not is_loopback(address) and "%" not in address:
@@ -50,7 +48,7 @@ def master(outposts: Sequence[Outpost], spec: LaunchSpec) -> tuple[str, int]:
 
 def roll(outposts: Sequence[Outpost]) -> str:
     """Who has which ranks, in a line."""
-    sizes = [_hello(outpost)["nproc"] for outpost in outposts]
+    sizes = [_hello(outpost).nproc for outpost in outposts]
     everyone = placements(sizes)
     parts = []
     for outpost in outposts:
@@ -60,6 +58,11 @@ def roll(outposts: Sequence[Outpost]) -> str:
     return f"{text}: {', '.join(parts[:8])}{', …' if len(parts) > 8 else ''}"
 
 
-def _hello(outpost: Outpost) -> dict:
+def _versions(outpost: Outpost) -> dict[str, str]:
+    hello = _hello(outpost)
+    return {"Python": hello.python, "torch": hello.torch, "phalanx": hello.phalanx}
+
+
+def _hello(outpost: Outpost) -> Hello:
     assert outpost.hello is not None, "all have answered"
     return outpost.hello

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from phalanx import secret
 from phalanx.errors import LaunchError
@@ -22,7 +21,7 @@ from phalanx.launch.output.console import Console
 from phalanx.launch.output.pipe_set import Pumps
 from phalanx.launch.remote import compatibility, forwarded_env
 from phalanx.launch.remote.host_connection import Outpost
-from phalanx.launch.remote.transports import find_way
+from phalanx.launch.remote.transports import Way, find_way
 from phalanx.launch.spec.launch_spec import Fleet, LaunchSpec
 
 _TICK = 0.5
@@ -40,20 +39,16 @@ def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *
     """
     assert spec.fleet is not None
     secret.make()
-    order = {
-        "argv": list(argv),
-        "launch": is_launch,
-        "directory": str(Path.cwd()),
-        "environment": forwarded_env.pack(environ, spec.fleet.export),
-        "nnodes": len(spec.fleet.hosts),
-        "secret": secret.text(),
-    }
-    return _Conductor(spec, spec.fleet, order).run()
+    environment = forwarded_env.pack(environ, spec.fleet.export)
+    return _Conductor(spec, spec.fleet, tuple(argv), environment, is_launch).run()
 
 
 class _Conductor:
-    def __init__(self, spec: LaunchSpec, fleet: Fleet, order: dict[str, Any]) -> None:
-        self._spec, self._fleet, self._order = spec, fleet, order
+    def __init__(
+        self, spec: LaunchSpec, fleet: Fleet, argv: tuple[str, ...], environment: Mapping[str, str], is_launch: bool
+    ) -> None:
+        self._spec, self._fleet = spec, fleet
+        self._argv, self._environment, self._is_launch = argv, environment, is_launch
         ways = [find_way(host, fleet) for host in fleet.hosts]
         self._console = Console()
         self._selector = selectors.DefaultSelector()
@@ -94,17 +89,30 @@ class _Conductor:
         if self._fleet.way == "srun":
             names = ", ".join(host.name for host in self._fleet.hosts)
             self._say(f"SLURM gives {len(self._fleet.hosts)} nodes ({names}); starting on all of them with srun")
-        first = self._ways[0]
         for node, way in enumerate(self._ways):
             outpost = Outpost(node, way, self._console, self._pumps.resume, self._hear)
             self._outposts.append(outpost)
             for stream in outpost.streams:
                 self._pumps.add(stream)
+            outpost.send(self._order(node, way))
+
+    def _order(self, node: int, way: Way) -> wire_protocol.Order:
+        first, own = self._ways[0], secret.text()
+        assert own is not None
+        return wire_protocol.Order(
+            argv=self._argv,
+            is_launch=self._is_launch,
+            directory=str(Path.cwd()),
+            environment=self._environment,
+            nnodes=len(self._ways),
+            secret=own,
+            node=node,
+            name=way.host.name,
+            slots=way.host.slots,
+            by_ssh=way.kind == "ssh",
             # Who is not reached by ssh does not learn from ssh by which address; the others may know its name.
-            resolve = first.host.name if first.kind != "ssh" and node > 0 else None
-            outpost.send(
-                **self._order, node=node, name=way.host.name, slots=way.host.slots, kind=way.kind, resolve=resolve
-            )
+            resolve=first.host.name if first.kind != "ssh" and node > 0 else None,
+        )
 
     def _await_answers(self) -> None:
         """Until every host is ready. What is wrong with several is said of all of them."""
@@ -132,13 +140,14 @@ class _Conductor:
 
     def _send_off(self) -> None:
         """All fit: they are told where to meet, and start."""
-        where: dict[str, Any] = {}
-        if len(self._outposts) > 1:
-            address, port = compatibility.master(self._outposts, self._spec)
-            where = {"master_addr": address, "master_port": port}
+        go = (
+            wire_protocol.Go(*compatibility.master(self._outposts, self._spec))
+            if len(self._outposts) > 1
+            else wire_protocol.Go()
+        )
         self._say(compatibility.roll(self._outposts))
         for outpost in self._outposts:
-            outpost.send(go=where)
+            outpost.send(go)
 
     # ---- the loop
 
@@ -192,7 +201,7 @@ class _Conductor:
         if self._end_by is not None and now >= self._end_by and self._kill_by is None:
             self._kill_by = now + self._spec.shutdown_timeout + _LAST_WORDS
             for outpost in left:
-                outpost.send(signal=int(signal.SIGTERM))
+                outpost.send(wire_protocol.PassSignal(int(signal.SIGTERM)))
         if self._kill_by is not None and now >= self._kill_by:
             for outpost in left:
                 self._fail(f"{outpost.name} has not ended in time; its connection is closed")
@@ -200,21 +209,25 @@ class _Conductor:
 
     # ---- what they say
 
-    def _hear(self, outpost: Outpost, message: dict[str, Any]) -> None:
-        if "hello" in message:
-            outpost.greet(message["hello"])
-        elif "refused" in message:
-            if outpost.hello is None:
-                outpost.refusal = f"{outpost.name}: {message['refused']}"
-            else:
-                self._fail(f"{outpost.name}: {message['refused']}")
+    def _hear(
+        self,
+        outpost: Outpost,
+        message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said,
+    ) -> None:
+        match message:
+            case wire_protocol.Hello():
+                outpost.greet(message)
+            case wire_protocol.Refused(text) if outpost.hello is None:
+                outpost.refusal = f"{outpost.name}: {text}"
+            case wire_protocol.Refused(text):
+                self._fail(f"{outpost.name}: {text}")
                 self._end_by = time.monotonic()
-        elif "ended" in message:
-            outpost.ended_with = message["ended"]
-        else:
-            self._pass_on(message["say"], message["topic"])
+            case wire_protocol.Ended(code):
+                outpost.ended_with = code
+            case wire_protocol.Said(text, topic):
+                self._pass_on(text, topic)
 
-    def _pass_on(self, text: str, topic: str) -> None:
+    def _pass_on(self, text: str, topic: wire_protocol.Topic) -> None:
         """Every node says the same, or a consequence of it; a person wants to read it once."""
         if topic == "verdict" and not self._has_cause:
             self._verdict = self._verdict or text  # below the last lines of all nodes
@@ -243,7 +256,7 @@ class _Conductor:
                 if len(self._signalled) > 2:
                     outpost.kill()  # asked, asked for at once, and still here
                 elif not outpost.is_over:
-                    outpost.send(signal=number)
+                    outpost.send(wire_protocol.PassSignal(number))
             self._kill_by = self._kill_by or time.monotonic() + self._spec.shutdown_timeout + _LAST_WORDS
 
     # ---- the end

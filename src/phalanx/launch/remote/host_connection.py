@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable
-from typing import Any
 
 from phalanx.errors import LaunchError
 from phalanx.launch.output import wire_protocol
@@ -35,11 +34,13 @@ class Outpost:
         way: Way,
         console: Console,
         resume: Callable[[Pump], None],
-        hear: Callable[[Outpost, dict[str, Any]], None],
+        hear: Callable[
+            [Outpost, wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said], None
+        ],
     ) -> None:
         """``hear`` gets the messages of its remote."""
         self.node, self.way, self.name = node, way, way.host.name
-        self.hello: dict[str, Any] | None = None
+        self.hello: wire_protocol.Hello | None = None
         """What the remote told of its machine, when it has."""
         self.ended_with: int | None = None
         """Its own last word: the agent's exit code."""
@@ -48,7 +49,8 @@ class Outpost:
         self.is_over = False
         self._outbox = b""
         self._tail = Tail()
-        self._sieves = [wire_protocol.Sieve(lambda message: hear(self, message)) for _ in range(2)]
+        inbox = wire_protocol.Inbox(self.name, lambda message: hear(self, message))
+        self._sieves = [wire_protocol.Sieve(inbox) for _ in range(2)]
         fds = (console.out, console.err)
         self.streams = [
             Stream(self._tail, fd, console, resume, sieve) for fd, sieve in zip(fds, self._sieves, strict=True)
@@ -71,14 +73,14 @@ class Outpost:
         self._stdin = self._process.stdin
         os.set_blocking(self._stdin.fileno(), False)
 
-    def greet(self, hello: dict[str, Any]) -> None:
+    def greet(self, hello: wire_protocol.Hello) -> None:
         """From now on its lines are those of ranks."""
         self.hello = hello
         for sieve in self._sieves:
             sieve.is_open = True
 
-    def send(self, **message: Any) -> None:
-        self._outbox += wire_protocol.line(**message)
+    def send(self, message: wire_protocol.Order | wire_protocol.Go | wire_protocol.PassSignal) -> None:
+        self._outbox += wire_protocol.line(message)
         self.flush()
 
     def flush(self) -> None:

@@ -6,8 +6,6 @@ life any more, this node's ranks are ended.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import select
 import signal
@@ -16,105 +14,107 @@ import sys
 import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from phalanx import secret
-from phalanx.errors import PhalanxError, UsageError
+from phalanx import messages, secret
+from phalanx.errors import ForeignData, PhalanxError, UsageError
 from phalanx.launch import parse
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.spec import network, preflight
 from phalanx.launch.spec.launch_spec import LaunchSpec
 
+T = TypeVar("T")
+
 
 def main() -> None:
     """Entry of the process that a way starts; exits with the agent's code."""
     lifeline = Lifeline()
-    order = lifeline.next_message()
+    order = lifeline.next_message(wire_protocol.Order)
     if order is None:
         sys.exit(1)
-    secret.keep(order["secret"])
+    secret.keep(order.secret)
     try:
         spec = _prepare(order)
-        _tell(hello=_hello(order, spec))
+        _tell(_hello(order, spec), order.name)
     except PhalanxError as error:
-        _tell(refused=str(error))
+        _tell(wire_protocol.Refused(str(error)), order.name)
         sys.exit(2)
-    message = lifeline.next_message()
-    if message is None or "go" not in message:  # called off
+    go = lifeline.next_message(wire_protocol.Go)
+    if go is None:  # called off
         sys.exit(1)
-    spec = dataclasses.replace(spec, **message["go"])
+    if go.master_addr is not None:
+        spec = messages.replace(spec, master_addr=go.master_addr, master_port=go.master_port)
     threading.Thread(target=lifeline.obey, name="lifeline", daemon=True).start()
-    sys.exit(_run(spec))
+    sys.exit(_run(spec, order.name))
 
 
-def _run(spec: LaunchSpec) -> int:
+def _run(spec: LaunchSpec, node: str) -> int:
     from phalanx.launch.start import run
 
     try:
         code = run(spec, os.environ)
     except PhalanxError as error:
-        _tell(refused=str(error))
+        _tell(wire_protocol.Refused(str(error)), node)
         code = 2
     except KeyboardInterrupt:  # before the agent could take it as its own
         code = 128 + signal.SIGINT
-    _tell(ended=code)
+    _tell(wire_protocol.Ended(code), node)
     return code
 
 
-def _prepare(order: dict[str, Any]) -> LaunchSpec:
+def _prepare(order: wire_protocol.Order) -> LaunchSpec:
     """This process becomes one like the conductor's: its directory, its variables, its command line."""
     try:
-        os.chdir(order["directory"])
+        os.chdir(order.directory)
     except OSError as error:
         raise UsageError(
-            f"the working directory {order['directory']} cannot be entered there ({error.strerror}); "
+            f"the working directory {order.directory} cannot be entered there ({error.strerror}); "
             "make it, or start from one that all hosts have."
         ) from None
-    os.environ.update(order["environment"])
+    os.environ.update(order.environment)
     # As the interpreter would have done, had it been started with it: what is installed there is looked for below.
-    path = order["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    path = order.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [str(Path(entry).absolute()) for entry in path if entry]
     overrides: dict[str, Any] = {
         "hosts": None,
         "hostfile": None,
-        "nnodes": str(order["nnodes"]),
-        "node_rank": order["node"],
+        "nnodes": str(order.nnodes),
+        "node_rank": order.node,
     }
-    if order["slots"] is not None:
-        overrides["nproc_per_node"] = str(order["slots"])
-    sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order["launch"] else ["phalanx", "run"]), *order["argv"]]
-    read = parse.parse_launch if order["launch"] else parse.parse
-    spec, _ = read(order["argv"], os.environ, overrides)
-    spec = dataclasses.replace(spec, node_name=order["name"])
+    if order.slots is not None:
+        overrides["nproc_per_node"] = str(order.slots)
+    sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order.is_launch else ["phalanx", "run"]), *order.argv]
+    parse = parse.parse_launch if order.is_launch else parse.parse
+    spec, _ = parse(order.argv, os.environ, overrides)
+    spec = messages.replace(spec, node_name=order.name)
     preflight.check(spec)
     return spec
 
 
-def _hello(order: dict[str, Any], spec: LaunchSpec) -> dict[str, Any]:
+def _hello(order: wire_protocol.Order, spec: LaunchSpec) -> wire_protocol.Hello:
     """What the conductor wants to know of this machine."""
-    versions: dict[str, str | None] = {}
-    for package in ("torch", "phalanx"):
-        versions[package] = _version(package)
-        if versions[package] is None:
-            raise UsageError(f"{package} is not installed for {sys.executable} there; install it.")
-    connection = os.environ.get("SSH_CONNECTION", "").split() if order["kind"] == "ssh" else []
+    connection = os.environ.get("SSH_CONNECTION", "").split() if order.by_ssh else []
     client, server = (connection[0], connection[2]) if len(connection) == 4 else (None, None)
-    return {
-        **versions,
-        "Python": ".".join(map(str, sys.version_info[:2])),
-        "nproc": spec.nproc_per_node,
-        "port": _free_port() if order["node"] == 0 else None,
-        "client": client,
-        "server": server,
-        "first": _address_of(order["resolve"]) if order["resolve"] else None,
-    }
+    return wire_protocol.Hello(
+        python=".".join(map(str, sys.version_info[:2])),
+        torch=_version("torch"),
+        phalanx=_version("phalanx"),
+        nproc=spec.nproc_per_node,
+        port=_free_port() if order.node == 0 else None,
+        client=client,
+        server=server,
+        first=_address_of(order.resolve) if order.resolve else None,
+    )
 
 
-def _version(package: str) -> str | None:
+def _version(package: str) -> str:
     try:
-        return metadata.version(package) or None  # of half an installation it is None as well
+        found = metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
+        found = None
+    if not found:  # of half an installation it is None as well
+        raise UsageError(f"{package} is not installed for {sys.executable} there; install it.")
+    return found
 
 
 def _free_port() -> int:
@@ -130,10 +130,10 @@ def _address_of(name: str) -> str | None:
         return None
 
 
-def _tell(**message: Any) -> None:
+def _tell(message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended, node: str) -> None:
     sys.stderr.flush()
     try:
-        os.write(2, wire_protocol.marked(**message))
+        os.write(2, wire_protocol.marked(message, node))
     except OSError:
         sys.exit(1)  # nobody listens any more
 
@@ -148,15 +148,19 @@ class Lifeline:
         os.close(nothing)
         self._received = b""
 
-    def next_message(self) -> dict[str, Any] | None:
-        """None when the conductor, or the connection to it, is gone."""
+    def next_message(self, shape: type[T]) -> T | None:
+        """None when the conductor, or the connection to it, is gone, or sends something else."""
         while True:
             line, newline, rest = self._received.partition(b"\n")
             if newline:
                 self._received = rest
-                if line:
-                    return json.loads(line)
-                continue  # a sign of life
+                if not line:
+                    continue  # a sign of life
+                try:
+                    return messages.decode(line, shape, "the connection to the host that has started this one")
+                except ForeignData as error:
+                    print(f"phalanx: {error}", file=sys.stderr, flush=True)
+                    return None
             readable, _, _ = select.select([self._fd], [], [], wire_protocol.SILENCE)
             received = os.read(self._fd, 1 << 16) if readable else b""
             if not received:
@@ -165,6 +169,6 @@ class Lifeline:
 
     def obey(self) -> None:
         """Passes signals on, as if they had been sent here; the end of the line is one, too."""
-        while (message := self.next_message()) is not None:
-            os.kill(os.getpid(), message["signal"])
+        while (message := self.next_message(wire_protocol.PassSignal)) is not None:
+            os.kill(os.getpid(), message.signal)
         os.kill(os.getpid(), signal.SIGTERM)
