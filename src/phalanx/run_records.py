@@ -23,7 +23,7 @@ class RunFile(Record, frozen=True):
     """The LaunchSpec, for people."""
 
 
-class Hang(Record, frozen=True, forbid_unknown_fields=False):
+class HangRecord(Record, frozen=True):
     """The verdict on ranks that stood still."""
 
     headline: Text
@@ -45,7 +45,7 @@ class Failure(Record, frozen=True):
 
     cause: Ending | None = None
     """The rank that is the cause, if it is one."""
-    hang: Hang | None = None
+    hang: HangRecord | None = None
     """The verdict, if ranks stood still and were ended for it."""
     alike: tuple[Rank, ...] = ()
     victims: tuple[Rank, ...] = ()
@@ -112,7 +112,7 @@ class Restarting(AgentEvent, frozen=True, tag="restarting"):
 
 
 class Stalled(AgentEvent, frozen=True, tag="stall"):
-    verdict: Hang | None
+    verdict: HangRecord | None
     """None: the ranks make progress again."""
 
 

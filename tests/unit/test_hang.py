@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -501,7 +500,7 @@ WAITS, IDLE, WORKS = Sighting(0, waits_in=SAME), Sighting(1), Sighting(1, works=
 )
 def test_patience(why: str, sightings: list[Sighting], seconds: float | None) -> None:
     if "yet" in why:
-        sightings = [dataclasses.replace(one, has_stepped=False) for one in sightings]
+        sightings = [messages.replace(one, has_stepped=False) for one in sightings]
     assert patience(sightings, 30.0) == seconds, why
 
 

@@ -16,7 +16,7 @@ from phalanx import cli, events, messages, status
 from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
 from phalanx.diagnose.rank_table import RankLook, Row, row
-from phalanx.run_records import Hang, ReportFile, RunFile
+from phalanx.run_records import HangRecord, ReportFile, RunFile
 from phalanx.status import Collective, Place, Status, Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import Line, Thread
@@ -211,7 +211,7 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert [one["is_alive"] for one in found["ranks"]] == [False, False]
     events.write_record(run_directory / events.REPORT_FILE, ReportFile(exit_code=137, seconds=12.5))
     assert "ended with exit code 137 after 12.5 s; so it stood" in command(capsys, "--seconds", "0")[1]
-    report = ReportFile(exit_code=1, seconds=12.5, hang=Hang("a hang: rank 1 sleeps at train.py:3"))
+    report = ReportFile(exit_code=1, seconds=12.5, hang=HangRecord("a hang: rank 1 sleeps at train.py:3"))
     events.write_record(run_directory / events.REPORT_FILE, report)
     assert command(capsys, "--seconds", "0")[1].endswith("\na hang: rank 1 sleeps at train.py:3\n")
 

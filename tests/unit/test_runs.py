@@ -14,7 +14,7 @@ from phalanx import events, messages
 from phalanx.diagnose import report_command, run_directory
 from phalanx.errors import UsageError
 from phalanx.launch.output.console import Console
-from phalanx.run_records import Hang, ReportFile, RunFile
+from phalanx.run_records import HangRecord, ReportFile, RunFile
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 
@@ -138,7 +138,7 @@ def test_what_we_say_begins_a_line(tmp_path: Path) -> None:
 
 def test_a_hang_and_slow_ranks_are_told_again() -> None:
     lines = ("no rank has made progress for 3 s", "  rank 1 is missing")
-    hang = Hang("a hang: rank 1 sleeps", lines=lines)
+    hang = HangRecord("a hang: rank 1 sleeps", lines=lines)
     slow = ({"said": "rank 1 is 40 % slower"},)
     report = ReportFile(exit_code=1, seconds=1.0, hang=hang, said=(hang.headline,), stragglers=slow)
     assert report_command._said(report) == ["", *lines, "", hang.headline, "", "rank 1 is 40 % slower"]

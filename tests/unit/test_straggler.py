@@ -257,8 +257,9 @@ def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.
     now = 100.0
     agents[0].look(members[0])
     (announced,) = exchanges[0].announced
-    assert (announced.straggler["rank"], announced.straggler["phases"]) == (3, ("data",))
-    assert announced.straggler["conditions"]["cores"] > 0
+    assert (announced.straggler.rank, announced.straggler.phases) == (3, ("data",))
+    assert announced.straggler.conditions is not None
+    assert announced.straggler.conditions.cores > 0
     assert announced.lines[0].startswith("rank 3 is 33 % slower than the median (own work 40 ms a step against 30 ms)")
     (passed_on,) = [body for body, to_all in published if to_all]
     exchanges[1].receive(0, passed_on)
@@ -280,7 +281,7 @@ def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytes
         now += 10.0
         pace.look(members)
     assert [bool(one.lines) for one in exchange.announced] == [True] * 4 + [False] * 4
-    assert [one.straggler["is_over"] for one in exchange.announced] == [False, True] * 4
+    assert [one.straggler.is_over for one in exchange.announced] == [False, True] * 4
 
 
 def test_a_report_of_another_node_is_read_as_it_was_written() -> None:

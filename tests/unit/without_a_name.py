@@ -201,9 +201,9 @@ def tensor() -> None:
 
 
 def nodes() -> None:
-    from phalanx.launch.multinode.elastic
-    import Gathering, Terms
     from phalanx.launch.rendezvous import NodeCard
+
+    from phalanx.launch.multinode.elastic import Gathering, Terms
 
     card = NodeCard(-1, "a", "127.0.0.1", 1, 1, "1:2", 0, "x", "2", "1", "")
     refusal = ""

@@ -14,7 +14,7 @@ from phalanx import events, messages, run_files, status
 from phalanx.errors import ForeignData, UsageError
 from phalanx.messages import Record
 from phalanx.run_records import (
-    Hang,
+    HangRecord,
     KnownEvent,
     OtherEvent,
     RankExited,
@@ -148,7 +148,7 @@ def _stalls(noted: Sequence[object], started: float) -> tuple[Stall, ...]:
         match each:
             case Stalled(at, None) if last is not None:
                 found[-1] = dataclasses.replace(last, until=at - started)
-            case Stalled(at, Hang(headline)) if last is None or last.headline != headline:
+            case Stalled(at, HangRecord(headline)) if last is None or last.headline != headline:
                 found.append(Stall(at - started, headline, None))
     return tuple(found)
 

@@ -169,7 +169,7 @@ class Agent:
         if self._losses.lines and not by_itself:
             return None, self._losses.lines[0]
         if self._sentries.hang is not None:
-            return None, self._sentries.hang["headline"]
+            return None, self._sentries.hang.headline
         if not by_itself:
             reason = self._peers.loss() or self._peers.stop_reason or self._sentries.blame_standing(endings)
             if reason:
@@ -230,7 +230,7 @@ class Agent:
 
     def _why_stop(self) -> str:
         if self._sentries.hang is not None:
-            return self._sentries.hang["headline"]
+            return self._sentries.hang.headline
         if self._losses.lines:
             return f"{self._peers.name}: {self._losses.lines[0]}"
         if self._signalled is not None:

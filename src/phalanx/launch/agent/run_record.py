@@ -13,7 +13,7 @@ from phalanx.errors import LaunchError
 from phalanx.failure import failure_text
 from phalanx.failure.root_cause import Verdict
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.run_records import Elsewhere, Failure, Hang, NodeRanks, ReportFile, Restart, RunFile
+from phalanx.run_records import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile
 from phalanx.source_lines import shorten_path
 
 
@@ -81,7 +81,7 @@ class Record:
         attempt: int = 0,
         said: Sequence[str] = (),
         directory_of: Callable[[events.Ending], str | None] = lambda _: None,
-        hang: Mapping[str, object] | None = None,
+        hang: HangRecord | None = None,
     ) -> None:
         """
         Args:
@@ -127,8 +127,8 @@ class Record:
         self._log.close()
 
 
-def _failure(verdict: Verdict | None, hang: Mapping[str, object] | None = None) -> Failure:
+def _failure(verdict: Verdict | None, hang: HangRecord | None = None) -> Failure:
     if verdict is None:
-        return Failure(hang=messages.fit(hang, Hang, "the verdict on a hang") if hang else None)
+        return Failure(hang=hang)
     elsewhere = tuple(Elsewhere(frame, ranks) for frame, ranks in verdict.elsewhere)
     return Failure(verdict.cause, None, verdict.alike, verdict.victims, elsewhere)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from phalanx import messages, status
 from phalanx.events import Ending, Frame
@@ -16,6 +15,7 @@ from phalanx.launch.agent.attempt_run import Watch
 from phalanx.launch.agent.run_record import Record
 from phalanx.launch.output.agent_lines import Voice
 from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.run_records import HangRecord
 from phalanx.source_lines import source_of, users_line
 from phalanx.status.rank_record import MESSAGES
 from phalanx.watchdog.exchange import Exchange
@@ -39,9 +39,9 @@ class Sentries:
         self._watch: Watch | None = None
         self._troubled: set[str] = set()
         """What could not be watched at some time."""
-        self.standing: Mapping[str, Any] | None = None
+        self.standing: HangRecord | None = None
         """The verdict on ranks that stand still, as long as they do."""
-        self.hang: Mapping[str, Any] | None = None
+        self.hang: HangRecord | None = None
         """The one that this attempt has to end for."""
 
     def begin(self, place: str, exchange: Exchange) -> None:
@@ -63,7 +63,7 @@ class Sentries:
             slow = self._paces.announced.popleft()
             if slow.lines:
                 self._voice.say(slow.lines)
-            self._record.keep_straggler(slow.straggler)
+            self._record.keep_straggler(messages.asdict(slow.straggler))
         for stalled in self._stall.announced():
             self._voice.say(stalled.lines)
             self._record.note("stall", verdict=stalled.verdict)
@@ -118,4 +118,4 @@ class Sentries:
         self.hang = self.standing
         first = min((one for one in endings if one.failed and not one.asked), key=lambda one: one.time, default=None)
         given_up = f"; rank {first.rank} has given up waiting" if first is not None else ""
-        return f"{self.hang['headline']}{given_up}"
+        return f"{self.hang.headline}{given_up}"

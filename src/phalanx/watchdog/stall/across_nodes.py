@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
-
-from msgspec.structs import replace
 
 from phalanx import messages
-from phalanx.messages import Message, Seconds, Text
+from phalanx.messages import Message, Seconds, Text, replace
+from phalanx.run_records import HangRecord
 from phalanx.status.rank_record import RankRecord
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.stall.threshold import Sighting
@@ -41,7 +38,7 @@ class StallVerdict(Message, frozen=True):
     """What all nodes print, and do."""
 
     lines: tuple[Text, ...]
-    verdict: Mapping[str, Any] | None = None
+    verdict: HangRecord | None = None
     """What is kept of it in the run's files; None: the stall is over."""
     kills: bool = False
 

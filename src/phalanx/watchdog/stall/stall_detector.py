@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from phalanx import run_files
+from phalanx.messages import replace
+from phalanx.run_records import HangRecord
 from phalanx.status.rank_record import RankRecord
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallSnapshot, StallVerdict, aged_records
@@ -189,7 +189,7 @@ class StallWatch:
         where = self._keep(records, lines)
         what = "ending the run (--on-stall kill)" if self._terms.kills else "waiting on (--on-stall kill ends the run)"
         lines.append(f"  {where}; {what}")
-        kept = {"kind": hang.kind, "headline": headline(hang), "ranks": hang.culprits, "lines": lines}
+        kept = HangRecord(headline(hang), hang.kind, tuple(hang.culprits), tuple(lines))
         return StallVerdict(tuple(lines), kept, self._terms.kills)
 
     def _keep(self, records: list[RankRecord], lines: Sequence[str]) -> str:
@@ -207,4 +207,4 @@ class StallWatch:
 
 def _essence(sightings: Iterable[Sighting]) -> tuple[object, ...]:
     """What can change without any progress, and matters: not whether a rank computes at this moment."""
-    return tuple(replace_fields(one, works=False, moves=False) for one in sightings)
+    return tuple(replace(one, works=False, moves=False) for one in sightings)

@@ -7,8 +7,8 @@ nothing, and a run in which nobody waits for anybody is left alone as long as so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from phalanx.messages import Rank, Record
 from phalanx.status.rank_record import RankRecord
 
 WHILE_WORKING = 4
@@ -18,11 +18,10 @@ WHILE_ENDING = 10
 """After somebody's last line: what is left to be done takes what it takes, and holds up nobody."""
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(Record, frozen=True):
     """What one rank does, as far as it matters here."""
 
-    rank: int
+    rank: Rank
     waits_in: tuple[str, int, str, int] | None = None
     """The collective it waits in: group, number, operation, size."""
     has_joined: bool = True

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from phalanx import messages
-from phalanx.messages import Message, Name, Text
+from phalanx.messages import Count, Message, Name, Rank, Record, Seconds, Text
 from phalanx.status import Window
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler.conditions import Conditions
@@ -25,11 +24,29 @@ class PaceReport(Message, frozen=True):
     """Under which it worked, as far as that is known."""
 
 
+class StragglerRecord(Record, frozen=True):
+    """What a run keeps of a rank that holds up the others, or no longer does."""
+
+    said: Text
+    rank: Rank
+    host: Name
+    is_over: bool
+    slower: float
+    """0.3: its own work takes 30 % longer than that of the median."""
+    own: Seconds
+    """Its own work in a step."""
+    usual: Seconds
+    steps: Count
+    at_step: Count
+    phases: tuple[Name, ...]
+    conditions: Conditions | None
+
+
 class StragglerVerdict(Message, frozen=True):
     """What all nodes print and keep."""
 
     lines: tuple[Text, ...]
-    straggler: Mapping[str, Any]
+    straggler: StragglerRecord
 
 
 class PaceExchange:

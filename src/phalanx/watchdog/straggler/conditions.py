@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from phalanx.system import cgroups, cores, procfs
 from phalanx.system.procfs import ProcessFacts
+from phalanx import
+from phalanx.messages import Count, Record
 
 _BUSY, _THROTTLED, _DISK, _FULL, _LOADED = 0.1, 0.01, 0.05, 0.9, 1.5
 """From where on they are worth a word."""
@@ -26,8 +28,7 @@ class Look:
     """Seconds in which its control group, or one above it, had used up its quota."""
 
 
-@dataclass(frozen=True)
-class Conditions:
+class Conditions(Record, frozen=True):
     """Between two looks. Shares are of the time that has passed."""
 
     cpu: float
@@ -37,14 +38,14 @@ class Conditions:
     throttled: float
     """Its control group had used up its quota."""
     disk_wait: float
-    resident: int
+    resident: Count
     """Bytes."""
-    swapped: int
+    swapped: Count
     memory_used: float
     """Of the machine's."""
     load: float
     """Processes that want to run, or wait for a disk, on average of a minute."""
-    cores: int
+    cores: Count
 
     def __str__(self) -> str:
         """``CPU share 48 %, throttled by its cgroup 31 % of the time``: the first always, the rest when it matters."""

@@ -5,7 +5,6 @@ With several nodes one of them compares the ranks of all; the others send it wha
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import time
 from collections import Counter
@@ -16,7 +15,7 @@ from phalanx import status
 from phalanx.status import Window
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.straggler import conditions, straggler_text
-from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport, StragglerVerdict
+from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport, StragglerRecord, StragglerVerdict
 from phalanx.watchdog.straggler.conditions import Conditions, Look
 from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler
 
@@ -93,22 +92,22 @@ class Pace:
 
     def _tell(self, found: Straggler, host: str, under: Conditions | None) -> None:
         line = straggler_text.one_line(found, host, under)
-        fields = {
-            "said": line,
-            "rank": found.rank,
-            "host": host,
-            "is_over": found.is_over,
-            "slower": round(found.lag.slower, 3),
-            "own": round(found.lag.own, 6),
-            "usual": round(found.lag.usual, 6),
-            "steps": found.steps,
-            "at_step": found.lag.updates,
-            "phases": found.lag.phases,
-            "conditions": dataclasses.asdict(under) if under is not None else None,
-        }
+        record = StragglerRecord(
+            said=line,
+            rank=found.rank,
+            host=host,
+            is_over=found.is_over,
+            slower=round(found.lag.slower, 3),
+            own=round(found.lag.own, 6),
+            usual=round(found.lag.usual, 6),
+            steps=found.steps,
+            at_step=found.lag.updates,
+            phases=found.lag.phases,
+            conditions=under,
+        )
         self._said[found.rank] += 1
         is_said = self._said[found.rank] <= 2 * _SAID_AT_MOST  # its beginning and its end
-        self._exchange.announce(StragglerVerdict((line,) if is_said else (), fields))
+        self._exchange.announce(StragglerVerdict((line,) if is_said else (), record))
 
     # ---- another one does
 
