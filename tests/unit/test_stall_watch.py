@@ -17,6 +17,7 @@ from phalanx.errors import ForeignData
 from phalanx.launch.agent import crew
 from phalanx.launch.agent.watchdogs import Sentries
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
+from phalanx.run_records import HangRecord
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals
@@ -151,7 +152,7 @@ def test_a_node_that_does_not_judge(ranks: Ranks) -> None:
     exchange.receive(0, messages.encode(StallSnapshot(30.0, (Sighting(2),))))
     until(lambda: bool(published) and decoded(published[-1]).records is not None, watch, ranks)
     assert not list(watch.announced())
-    verdict = StallVerdict(("a", "b"), {"headline": "h"}, kills=True)
+    verdict = StallVerdict(("a", "b"), HangRecord("h"), kills=True)
     exchange.receive(1, messages.encode(StallVerdict(("not the judge",))))
     exchange.receive(0, messages.encode(verdict))
     assert list(watch.announced()) == [verdict]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlparse
 
-from phalanx import errors, plain
+from phalanx import errors, messages
 from phalanx.errors import JoinError, MasterUnreachable, RanksDisagree, StaleStore, UsageError
+from phalanx.messages import Count, Name, Pid, Rank, Record, Text
 from phalanx.store import tcp_store
 from phalanx.system import ports, procfs
 
@@ -31,19 +31,18 @@ _LEAVE_TIMEOUT = 10.0
 _joins = itertools.count()
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(Record, frozen=True):
     """What a rank writes down about itself."""
 
-    rank: int
-    world_size: int
-    host: str
-    pid: int
-    born: float
+    rank: Rank
+    world_size: Rank
+    host: Name
+    pid: Pid
+    born: Count
     """Start of the process in ticks since the boot, to tell it from a later one with the same pid."""
-    machine: str
+    machine: Name
     """The running kernel and its table of processes: only within one does a pid mean the same process."""
-    note: str = ""
+    note: Text = ""
     """What the ranks tell each other besides."""
 
     @staticmethod
@@ -181,13 +180,12 @@ def say_goodbye(meeting: Meeting, size: int) -> None:
         wait_for(meeting.store, "phalanx/all left", _LEAVE_TIMEOUT)
 
 
-@dataclass(frozen=True)
-class _Verdict:
+class _Verdict(Record, frozen=True):
     """On all ranks; without an error they belong together."""
 
-    error: str | None = None
+    error: Name | None = None
     """The name of one of `_KINDS`."""
-    text: str = ""
+    text: Text = ""
 
 
 _KINDS = {kind.__name__: kind for kind in (JoinError, RanksDisagree, StaleStore)}
@@ -195,10 +193,7 @@ _STORE = "the store where the ranks meet"
 
 
 def _claim(data: bytes) -> Claim:
-    claim = plain.decode(data, Claim, _STORE)
-    if not 0 < claim.pid < 1 << 31:
-        raise errors.ForeignData(f"{_STORE} holds a claim of pid {claim.pid}, which no process has.")
-    return claim
+    return messages.decode(data, Claim, _STORE)
 
 
 class _Book:
@@ -213,8 +208,8 @@ class _Book:
         if self._store.add(f"taken/{mine.rank}", 1) > 1:
             self._twice()
             return
-        self._store.set(f"claim/{mine.rank}", json.dumps(asdict(mine)))
-        first = self._store.compare_set("first", "", json.dumps(asdict(mine)))
+        self._store.set(f"claim/{mine.rank}", messages.encode(mine))
+        first = self._store.compare_set("first", "", messages.encode(mine))
         other = _claim(first)
         if other.world_size != mine.world_size:
             self._rule(
@@ -227,7 +222,7 @@ class _Book:
             if dead:
                 self._rule(StaleStore, f"the store remembers {dead[0]}, which has ended: it is left over. {_REMOVE}")
             else:
-                self._store.set("verdict", json.dumps(asdict(_Verdict())))
+                self._store.set("verdict", messages.encode(_Verdict()))
 
     def _twice(self) -> None:
         mine = self._claim
@@ -239,7 +234,7 @@ class _Book:
         self._rule(RanksDisagree, f"two processes claim one rank: {other} and pid {mine.pid} on {mine.host}.")
 
     def _rule(self, kind: type[JoinError], text: str) -> None:
-        self._store.set("verdict", json.dumps(asdict(_Verdict(kind.__name__, text))))
+        self._store.set("verdict", messages.encode(_Verdict(kind.__name__, text)))
 
     def await_verdict(self, timeout: float) -> _Verdict:
         started = time.monotonic()
@@ -254,7 +249,7 @@ class _Book:
                 told = now + _FIRST_WORD
                 _tell(f"{self._claim} {self._missing_text(now - started)}")
             wait_for(self._store, "verdict", min(left, _SLICE, told - now))
-        return plain.decode(self._store.get("verdict"), _Verdict, _STORE)
+        return messages.decode(self._store.get("verdict"), _Verdict, _STORE)
 
     def _missing_text(self, waited: float) -> str:
         size = self._claim.world_size

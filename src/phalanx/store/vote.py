@@ -5,14 +5,13 @@ A node that decides for itself would wait for ever for those that decided otherw
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import time
 from typing import Any
 
-from phalanx import env, plain
+from phalanx import env, messages
 from phalanx.errors import JoinError
 from phalanx.store import join
 
@@ -48,15 +47,15 @@ def objection(topic: str, against: str | None, timeout: float) -> str | None:
 def vote(store: Any, rank: int, size: int, against: str | None, timeout: float) -> str | None:
     """The same, in a store where nothing else is."""
     if against is not None:
-        return _verdict(store.compare_set("verdict", "", json.dumps(against)))
+        return _verdict(store.compare_set("verdict", "", messages.encode(against)))
     if store.add(f"for/{rank}", 1) == 1 and store.add("votes for", 1) == size:
-        store.set("verdict", json.dumps(None))  # nobody is left who could be against
+        store.set("verdict", messages.encode(None))  # nobody is left who could be against
     _await_verdict(store, rank, size, timeout)
     return _verdict(store.get("verdict"))
 
 
 def _verdict(data: bytes) -> str | None:
-    return plain.decode(data, str | None, "the store of the run")
+    return messages.decode(data, str | None, "the store of the run")
 
 
 def _await_verdict(store: Any, rank: int, size: int, timeout: float) -> None:

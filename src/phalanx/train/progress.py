@@ -7,14 +7,13 @@ leaves its loop early disturbs nobody.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 
-from phalanx import attempt, plain
+from phalanx import attempt, messages
 from phalanx.errors import ForeignData
 from phalanx.train.log import Sums
 from phalanx.world import World
@@ -61,7 +60,7 @@ class Board:
         import torch.distributed as dist
 
         try:
-            self._store.set(self._key(self._world.rank), json.dumps([self._number, asdict(report)]))
+            self._store.set(self._key(self._world.rank), _written(self._number, report))
             if report.ended and not self._world.is_main:
                 self._store.set(self._end_key(self._world.rank), "yes")
         except dist.DistError:  # whoever hosts it has ended: no reason to stop training, which may not need it
@@ -78,8 +77,8 @@ class Board:
             for rank in range(self._world.size):
                 if rank != self._world.rank and self._store.check([self._key(rank)]):
                     data = self._store.get(self._key(rank))
-                    with contextlib.suppress(ForeignData):  # a line about progress is no reason to stop training
-                        number, report = plain.decode(data, tuple[int, Report], "the store of the run")
+                    with contextlib.suppress(ForeignData, ValueError):  # a line about progress never stops training
+                        number, report = _read(data)
                         if number == self._number:
                             found[rank] = report
         except dist.DistError:  # as above
@@ -110,6 +109,19 @@ class Board:
 
     def _end_key(self, rank: int) -> str:
         return f"phalanx/track/{rank}/end of {self._number}"
+
+
+def _written(number: int, report: Report) -> bytes:
+    """Sums as text: JSON has no number for what is none, or infinite."""
+    sums = {name: (repr(total), count) for name, (total, count) in report.logged.items()}
+    return messages.encode((number, replace(report, logged={}), sums))
+
+
+def _read(data: bytes) -> tuple[int, Report]:
+    shape = tuple[int, Report, dict[str, tuple[str, int]]]
+    number, report, sums = messages.decode(data, shape, "the store of the run")
+    report.logged = {name: (float(total), count) for name, (total, count) in sums.items()}
+    return number, report
 
 
 def describe(reports: dict[int, Report], own: Report, total: int | None) -> str:

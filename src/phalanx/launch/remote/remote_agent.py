@@ -84,8 +84,8 @@ def _prepare(order: wire_protocol.Order) -> LaunchSpec:
     if order.slots is not None:
         overrides["nproc_per_node"] = str(order.slots)
     sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order.is_launch else ["phalanx", "run"]), *order.argv]
-    parse = parse.parse_launch if order.is_launch else parse.parse
-    spec, _ = parse(order.argv, os.environ, overrides)
+    read = parse.parse_launch if order.is_launch else parse.parse
+    spec, _ = read(order.argv, os.environ, overrides)
     spec = messages.replace(spec, node_name=order.name)
     preflight.check(spec)
     return spec

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import plain
+from phalanx import messages
+from phalanx.messages import Name, Text
 from phalanx.shm.node import failures
 from phalanx.store import join
 
@@ -74,8 +74,8 @@ class Alarm:
 
 
 def encode(error: Exception) -> bytes:
-    return json.dumps([type(error).__name__, str(error)]).encode()
+    return messages.encode((type(error).__name__, str(error)))
 
 
 def decode(data: bytes | bytearray) -> Exception:
-    return failures.by_name(*plain.decode(data, tuple[str, str], "what another rank says of a failure"))
+    return failures.by_name(*messages.decode(data, tuple[Name, Text], "what another rank says of a failure"))

@@ -8,7 +8,6 @@ along at once. The end of a connection names the rank that is gone.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import secrets
 import selectors
@@ -19,8 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from phalanx import plain
+from phalanx import messages
 from phalanx.errors import ForeignData, JoinError
+from phalanx.messages import Name, Port
 from phalanx.shm.hierarchical import failure_store
 from phalanx.shm.hierarchical.topology import Nodes
 from phalanx.shm.node import failures
@@ -213,7 +213,7 @@ def _connect_all(store: Any, nodes: Nodes, address: str, timeout: float) -> dict
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as on_error, socket.create_server((address, 0), family=family) as listener:
         place = [address, listener.getsockname()[1], secret.hex()]
-        store.set(f"leader/{nodes.here}", json.dumps(place))
+        store.set(f"leader/{nodes.here}", messages.encode(place))
         for node in range(nodes.here):
             found[node] = _call(store, node, nodes.here, deadline)
             on_error.callback(found[node].close)
@@ -237,7 +237,7 @@ def _call(store: Any, node: int, caller: int, deadline: float) -> socket.socket:
         if time.monotonic() > deadline:
             raise JoinError(f"the leader of node {node} did not come while the group was being formed.")
     source = "the store of the group"
-    address, port, secret = plain.decode(store.get(f"leader/{node}"), tuple[str, int, str], source)
+    address, port, secret = messages.decode(store.get(f"leader/{node}"), tuple[Name, Port, Name], source)
     if not _SECRET.fullmatch(secret):
         raise ForeignData(f"{source} holds a secret of node {node} that phalanx did not write there.")
     try:

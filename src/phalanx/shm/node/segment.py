@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx import plain
+from phalanx import messages
 from phalanx.errors import ForeignData, JoinError, PeerLost, UsageError
 from phalanx.native import library
 from phalanx.shm.node import failures
@@ -154,7 +154,7 @@ def _await_file(store: Any, owner: Claim, timeout: float) -> int:
             raise PeerLost(f"{owner} ended while the group was being formed.")
         if time.monotonic() > deadline:
             raise JoinError(f"{owner} has not made the memory of the group within {timeout:g} s.")
-    return plain.decode(store.get("segment"), int, "the store of the group")
+    return messages.decode(store.get("segment"), int, "the store of the group")
 
 
 def _open(owner: Claim, fd: int) -> int:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from phalanx.messages import Count, Record
 from phalanx.system import cgroups, cores, procfs
 from phalanx.system.procfs import ProcessFacts
-from phalanx import
-from phalanx.messages import Count, Record
 
 _BUSY, _THROTTLED, _DISK, _FULL, _LOADED = 0.1, 0.01, 0.05, 0.9, 1.5
 """From where on they are worth a word."""
