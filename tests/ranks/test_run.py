@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx import events, messages
+from phalanx.run_records import RunFile
 from phalanx.system import cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port, read_terminal, start
 
@@ -64,6 +66,30 @@ def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
     assert (spec["spec"]["nproc_per_node"], spec["prefix"]) == (2, sys.prefix)
     assert json.loads((latest / "report.json").read_text())["exit_code"] == 0
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in latest.iterdir())
+
+
+def test_what_a_rank_reports_is_checked_by_the_agent(phalanx: Runner, script, latest: Path) -> None:
+    """The rank imports nothing foreign before its script, and its script can write anything into the report."""
+    text = r"""
+    import os, stat, sys
+    assert not {"msgspec", "typing_extensions", "numpy", "torch", "psutil"} & set(sys.modules)
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}") and stat.S_ISFIFO(os.fstat(fd).st_mode):
+            os.write(fd, b'{"error": 1}\n{"error": {}}\n{"notice": 5}\n{"thread": [[[[\n\xff\x00\n')
+    raise ValueError(sys.argv[1])
+    """
+    outcome = phalanx("run", *WITHOUT_TORCH, script(text), "caf\udce9")
+    assert outcome.code == 1
+    assert "ValueError: caf" in outcome.err
+    noted = events.read_events(latest / events.AGENT_EVENTS)
+    (malformed,) = (event for event in noted if event["event"] == "malformed")
+    assert malformed["text"].startswith(
+        "the report of rank 0 holds what phalanx did not write there (Expected `object | null`"
+    )
+    error = messages.decode(events.error_path(latest, 0).read_bytes(), events.ErrorRecord, "here")
+    assert (error.rank, error.message, error.frames[-1].source) == (0, "caf\udce9", "raise ValueError(sys.argv[1])")
+    order = messages.decode((latest / events.RUN_FILE).read_bytes(), RunFile, "here")
+    assert order.command[-1] == "caf\udce9"
 
 
 def test_the_line_about_threads(phalanx: Runner, script) -> None:

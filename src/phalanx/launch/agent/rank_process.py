@@ -54,7 +54,7 @@ class Member:
         self.notices: list[str] = []
         """What the person before the console is to know, each text once."""
         self.malformed: str | None = None
-        """Why the last line that is no report of ours was refused."""
+        """Why the first line that is no report of ours was refused."""
         self.exited: Exited | None = None
         self.report_ended = False
         self.asked_at: float | None = None
@@ -94,7 +94,7 @@ class Member:
         try:
             report = messages.decode(line, RankReport, f"the report of rank {self.rank}")
         except ForeignData as error:  # a script may have written into all files that are open
-            self.malformed = str(error)
+            self.malformed = self.malformed or str(error)
             return
         self.error, self.thread_death = self.error or report.error, report.thread or self.thread_death
         notice = "".join(filter(str.isprintable, report.notice or ""))[:_LONGEST_NOTICE]
