@@ -6,10 +6,12 @@ Nothing of it costs anything before. torch is asked only if the script has impor
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
@@ -19,6 +21,7 @@ from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.source_lines import is_users, program_package, shorten_path
 from phalanx.torch_compat import dataloader, ddp
 
+_LONGEST_TRACEBACK, _LONGEST_MESSAGE, _LONGEST_LINE = 30_000, 4_000, 1_000
 _MOMENT = 1.0
 _MOST_DEATHS = 100
 """Of threads that are told: some programs lose one every second, for days."""
@@ -75,6 +78,45 @@ def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
         "error": f"{args.exc_type.__name__}: {message[:200]}" if message else args.exc_type.__name__,
         "place": f"{shorten_path(lines[-1].filename)}:{lines[-1].lineno}" if lines else "",
     }
+
+
+def error_report(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> dict[str, Any]:
+    """What a rank reports of the exception that ended its script: a `RankReport` with an `ErrorRecord`."""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    text = "".join(traceback.format_exception(kind, error, trace))
+    summary = traceback.extract_tb(trace)
+    frames = [_frame(each.filename, each.lineno, each.name, each.line) for each in summary]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(_frame(error.filename, error.lineno, "<module>", error.text))
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
+        message = "(its message cannot be shown)"
+    record = {
+        "rank": rank,
+        "pid": os.getpid(),
+        "time": time.time(),
+        "type": name,
+        "message": _shortened(message),
+        "frames": (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
+        "traceback": text[-_LONGEST_TRACEBACK:],
+        "exit_code": exit_code,
+        "note": note(error, trace),
+    }
+    return {"error": record}
+
+
+def _frame(file: str, line: int | None, function: str, source: str | None) -> dict[str, Any]:
+    return {"file": file, "line": line or 0, "function": function, "source": (source or "").strip()[:_LONGEST_LINE]}
+
+
+def _shortened(message: str) -> str:
+    """Its beginning and its end: torch puts whole tracebacks of other processes into messages."""
+    half = _LONGEST_MESSAGE // 2
+    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
 
 
 def script_side(error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]) -> Any:

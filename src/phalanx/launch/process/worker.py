@@ -15,7 +15,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 import traceback
 import zipfile
 from collections.abc import Callable, Mapping
@@ -40,7 +39,6 @@ FOR_THE_WORKERS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 )
 """Signals that mean the script; the zygote ignores them."""
-_LONGEST_TRACEBACK, _LONGEST_MESSAGE = 30_000, 4_000
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
         if interpreter is not None:
             os.execvp(interpreter, [interpreter, "-u", *(["-m"] * (program.kind == "module")), *argv])
     except OSError as error:
-        _report(fds[0], _error(spec.rank, error, None, 127))
+        _report(fds[0], exit_report.error_report(spec.rank, error, None, 127))
         os._exit(127)
     from phalanx.fd_channel import anonymous_file  # here, in the child of a zygote, it is loaded already
 
@@ -228,11 +226,13 @@ def _end_with(rank: int, report: int, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code:
-            _report(report, _error(rank, error, trace, code & 0xFF))  # what sys.exit says, Python prints
+            _report(
+                report, exit_report.error_report(rank, error, trace, code & 0xFF)
+            )  # what sys.exit says, Python prints
         else:
             _end_page()
         raise error
-    is_told = _report(report, _error(rank, error, trace, 1))
+    is_told = _report(report, exit_report.error_report(rank, error, trace, 1))
     hook = _users_hook()
     if hook is not None:
         hook(type(error), error, trace)
@@ -265,45 +265,6 @@ def _user_side(trace: TracebackType | None) -> TracebackType | None:
             return first
         first = first.tb_next
     return None
-
-
-def _error(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> dict[str, Any]:
-    """As `events.ErrorRecord` has it."""
-    kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
-    text = "".join(traceback.format_exception(kind, error, trace))
-    summary = traceback.extract_tb(trace)
-    frames = [_frame(each.filename, each.lineno, each.name, each.line) for each in summary]
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append(_frame(error.filename, error.lineno, "<module>", error.text))
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
-        message = "(its message cannot be shown)"
-    record = {
-        "rank": rank,
-        "pid": os.getpid(),
-        "time": time.time(),
-        "type": name,
-        "message": _shortened(message),
-        "frames": (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
-        "traceback": text[-_LONGEST_TRACEBACK:],
-        "exit_code": exit_code,
-        "note": exit_report.note(error, trace),
-    }
-    return {"error": record}
-
-
-def _frame(file: str, line: int | None, function: str, source: str | None) -> dict[str, Any]:
-    return {"file": file, "line": line or 0, "function": function, "source": (source or "").strip()}
-
-
-def _shortened(message: str) -> str:
-    """Its beginning and its end: torch puts whole tracebacks of other processes into messages."""
-    half = _LONGEST_MESSAGE // 2
-    return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
 
 
 def _report(fd: int, content: Mapping[str, Any]) -> bool:
