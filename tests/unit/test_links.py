@@ -149,7 +149,7 @@ def test_strangers(begin: Callable[..., Round], monkeypatch: pytest.MonkeyPatch)
         with nodes.connect() as stranger:
             stranger.sendall(said)
             assert nodes.next(0, protocol.Ignored).text.startswith("a message from 127.0.0.1 is ignored: ")
-    held = [nodes.connect() for _ in range(links._MOST_STRANGERS + 10)]
+    held = [nodes.connect() for _ in range(links._MOST_UNAUTHENTICATED + 10)]
     nodes.join()
     assert len(nodes.next(1, protocol.Met).nodes) == 3
     for each in held:

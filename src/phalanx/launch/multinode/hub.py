@@ -8,7 +8,7 @@ import socket
 import time
 
 from phalanx.launch.multinode import protocol
-from phalanx.launch.multinode.links import _AGENT_ENDED, _MOST_STRANGERS, Connection, Loop, Tell
+from phalanx.launch.multinode.links import _AGENT_ENDED, _MOST_UNAUTHENTICATED, Connection, Loop, Tell
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, Post
 
 
@@ -25,7 +25,7 @@ class Hub(Loop):
         """By round and node; without a connection: this one."""
         self._members: dict[int, Connection | None] = {}
         self._lost: set[int] = set()
-        self.strangers: set[str] = set()
+        self.rejected: set[str] = set()
         """Addresses that have not proved to know the secret."""
         self._thread.start()
 
@@ -53,9 +53,9 @@ class Hub(Loop):
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again, or there is no descriptor left
             connection = Connection(self._listener.accept()[0], is_hub=True)
-            strangers = [one for one in self._connections if not one.is_known]
-            if len(strangers) >= _MOST_STRANGERS:
-                self._drop(strangers[0], "too many connections")
+            unknown = [one for one in self._connections if not one.is_known]
+            if len(unknown) >= _MOST_UNAUTHENTICATED:
+                self._drop(unknown[0], "too many connections")
             self._add(connection)
 
     def _handle(self, connection: Connection, message: LinkMessage) -> None:
@@ -116,14 +116,14 @@ class Hub(Loop):
             "come; start the same command there with its --node-rank, or wait longer with --rdzv-timeout."
         )
         for _, one in signed.values():
-            self._send(one, protocol.Missing(name, text + self.strangers_text()))
+            self._send(one, protocol.Missing(name, text + self.secret_hint()))
 
-    def strangers_text(self) -> str:
+    def secret_hint(self) -> str:
         """What to add to an error when nodes are missing."""
-        if not self.strangers:
+        if not self.rejected:
             return ""
         return (
-            f" There was a connection from {', '.join(sorted(self.strangers)[:5])} with another secret, or without "
+            f" There was a connection from {', '.join(sorted(self.rejected)[:5])} with another secret, or without "
             "one: give all nodes the same --secret-file."
         )
 
@@ -141,8 +141,8 @@ class Hub(Loop):
             connection.send(message)
 
     def _has_lost(self, connection: Connection, text: str, is_foreign: bool) -> None:
-        if is_foreign and not connection.is_known and len(self.strangers) < _MOST_STRANGERS:
-            self.strangers.add(connection.address)
+        if is_foreign and not connection.is_known and len(self.rejected) < _MOST_UNAUTHENTICATED:
+            self.rejected.add(connection.address)
         for signed in self._signed.values():
             for node in [node for node, (_, one) in signed.items() if one is connection]:
                 del signed[node]
@@ -152,7 +152,7 @@ class Hub(Loop):
             for one in self._members.values():
                 self._send(one, protocol.NodeLost(node, text))
 
-    def _take_leave(self, exit_code: int | None, deadline: float) -> None:
+    def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
         """A node that serves stays until the others have gone, if the run has ended."""
         self._selector.unregister(self._listener)
         self._listener.close()

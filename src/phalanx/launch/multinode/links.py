@@ -28,7 +28,7 @@ SILENCE = 10.0
 BEAT = 1.0
 _SLEPT = 3 * BEAT
 """After such a pause it was this process that stood still, not the others."""
-_MOST_STRANGERS = 64
+_MOST_UNAUTHENTICATED = 64
 """Connections that have not proved to know the secret; the oldest makes way."""
 _LARGEST_HELLO = 1 << 16
 _GREETING = b"phalanx link 1\n"
@@ -151,17 +151,17 @@ class Loop:
         self._woken, self._wake = socket.socketpair()
         for end in (self._woken, self._wake):
             end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, self._obey)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._run_calls)
         self._leave_by: float | None = None
         self._beat_at = self._turned_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="node-links", daemon=True)
 
     def leave(self, exit_code: int | None, seconds: float) -> None:
         """The last call: returns when the others have heard it, or after this time."""
-        self._call(lambda: self._take_leave(exit_code, time.monotonic() + seconds))
+        self._call(lambda: self._begin_leaving(exit_code, time.monotonic() + seconds))
         self._thread.join(seconds + BEAT)
 
-    def _take_leave(self, exit_code: int | None, deadline: float) -> None:
+    def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
         raise NotImplementedError
 
     def _call(self, function: Callable[[], None]) -> None:
@@ -169,7 +169,7 @@ class Loop:
         with contextlib.suppress(OSError):  # it has been woken often enough, or has ended
             self._wake.send(b"\0")
 
-    def _obey(self) -> None:
+    def _run_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(1 << 12)
         while not self._calls.empty():
@@ -257,13 +257,13 @@ class Spoke(Loop):
     def give_up(self, name: str, seconds: float) -> None:
         """The serving node says who is missing."""
 
-    def strangers_text(self) -> str:
+    def secret_hint(self) -> str:
         return ""
 
     def post(self, post: Post) -> None:
         self._call(lambda: self._hub.send(post))
 
-    def _take_leave(self, exit_code: int | None, deadline: float) -> None:
+    def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
         self._hub.send(protocol.Leaving())
         self._leave_by = deadline
 

@@ -32,7 +32,7 @@ _READ_EVERY = 0.02
 _ANSWER = 5.0
 _TRY_AGAIN = 10.0
 _SLICE = 1.0
-_LAST_WORDS = 5.0
+_LEAVE_SECONDS = 5.0
 
 
 class HubAddress(Record, frozen=True):
@@ -60,7 +60,7 @@ def wait_for(store: Store, key: str, seconds: float) -> bool:
     return True
 
 
-class Reception:
+class Rendezvous:
     """This node's way into the run. Answers about it come from the link's thread."""
 
     def __init__(self, tell: Tell) -> None:
@@ -69,6 +69,8 @@ class Reception:
         self._answers: SimpleQueue[LinkMessage | None] = SimpleQueue()
         self._arrived = 0
         self._is_in = False
+        self.is_leaving = threading.Event()
+        """The agent does not want to wait any longer."""
         self.link: Hub | Spoke | None = None
 
     def serve(self, hub: Hub) -> None:
@@ -97,28 +99,28 @@ class Reception:
         """Connects to the hub. Somebody may have overwritten its address, so others are tried until the time is up."""
         deadline = time.monotonic() + timeout
         refused: dict[HubAddress, float] = {}
+        why = f"{host} has not said within {timeout:g} s where the nodes meet; another program may have that port"
         while True:
             hub, now = _hub_address(store), time.monotonic()
             if hub is not None and now >= refused.get(hub, now):
-                if (spoke := self._try(hub, own)) is not None:
-                    return spoke
+                found = self._try(hub, own)
+                if isinstance(found, Spoke):
+                    return found
                 if not refused:
-                    notice(f"{hub.address}:{hub.port} is no node of this run, or has another secret; trying again")
-                refused[hub] = time.monotonic() + _TRY_AGAIN
+                    notice(f"{found}; trying again")
+                why, refused[hub] = found, time.monotonic() + _TRY_AGAIN
             if now >= deadline:
-                raise JoinError(
-                    f"{host} and this node have different secrets, or one of them has none; "
-                    "give all nodes the same --secret-file."
-                    if refused
-                    else f"{host} has not said within {timeout:g} s where the nodes meet; is another program there?"
-                )
-            time.sleep(_READ_EVERY)
+                raise JoinError(f"{why}.")
+            self.is_leaving.wait(_READ_EVERY)
+            self._check_leaving()
 
-    def _try(self, hub: HubAddress, own: NodeInfo) -> Spoke | None:
+    def _try(self, hub: HubAddress, own: NodeInfo) -> Spoke | str:
+        """The connection, or why there is none."""
         try:
             sock = socket.create_connection((hub.address, hub.port), _ANSWER)
-        except OSError:
-            return None
+        except OSError as error:
+            why = f"{hub.address}:{hub.port} cannot be reached ({error.strerror or 'no answer'})"
+            return f"{why}; a firewall must let the nodes talk to each other on all ports"
         self._answers = SimpleQueue()
         spoke = Spoke(sock, own, self.hear)
         answer = self._answer(_ANSWER)
@@ -128,7 +130,14 @@ class Reception:
         spoke.leave(None, 0.0)
         if isinstance(answer, protocol.Refused):
             raise JoinError(answer.text)
-        return None
+        return (
+            f"{hub.address} and this node have different secrets, or one of them has none; "
+            "give all nodes the same --secret-file"
+        )
+
+    def _check_leaving(self) -> None:
+        if self.is_leaving.is_set():
+            raise JoinError("this node leaves before it has met the others.")
 
     def _answer(self, seconds: float) -> LinkMessage | None:
         try:
@@ -151,12 +160,13 @@ class Reception:
                     raise NodesMissing(text)
                 case protocol.Refused(text):
                     raise JoinError(text)
+            self._check_leaving()
             waited = time.monotonic() - started
             waiting(self._arrived, round(waited))
             if waited >= timeout and not has_given_up:
                 has_given_up = True
                 self.link.give_up(name, timeout)
-            if waited >= timeout + _LAST_WORDS:
+            if waited >= timeout + _LEAVE_SECONDS:
                 raise NodesMissing(f"the serving node has not answered within {waited:.0f} s.")
 
 

@@ -33,7 +33,7 @@ from phalanx.store import tcp_store
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_LAST_WORDS = 5.0
+_LEAVE_SECONDS = 5.0
 _REFUSAL_STAYS = 1.0
 _MOST_IGNORED = 20
 """Lines about messages from outside the run; then there are enough."""
@@ -59,7 +59,7 @@ class StoreSession:
         self._sending = threading.Lock()
         self._store: Store | None = None
         self._hosted: Store | None = None
-        self._reception = rendezvous.Reception(self._hear)
+        self._rendezvous = rendezvous.Rendezvous(self._hear)
         self._elastic: ElasticRendezvous | None = None
         self._own = -1
         self._lock = threading.RLock()
@@ -77,39 +77,42 @@ class StoreSession:
         self._is_complete = threading.Event()
         """No other node can come any more."""
         self._is_over = threading.Event()
-        self._has_obeyed = threading.Event()
+        self._has_finished = threading.Event()
 
     def serve(self) -> None:
         """Until the agent leaves, or dies, which the other nodes are told."""
         _move_stderr()
-        threading.Thread(target=self._obey_all, name="store-session", daemon=True).start()
+        threading.Thread(target=self._run_orders, name="store-session", daemon=True).start()
         order: Order | None = None
         while not isinstance(order, protocol.Leave):
             order = protocol.receive_order(self._channel)
             self._orders.put(order)
+        self._rendezvous.is_leaving.set()
         # If the store has stopped answering, this is not the place to wait for it.
-        self._has_obeyed.wait(_LAST_WORDS + 1.0)
+        self._has_finished.wait(_LEAVE_SECONDS + 1.0)
         self._is_over.set()
         self._is_complete.set()
         self._tell(protocol.Goodbye())
 
-    def _obey_all(self) -> None:
+    def _run_orders(self) -> None:
         order: Order | None = None
         while not isinstance(order, protocol.Leave):
             order = self._orders.get()
             try:
-                self._obey(order)
+                self._execute(order)
             except PhalanxError as error:
                 if self._hosted is not None:  # a moment, so that the others hear it too
                     self._is_over.wait(_REFUSAL_STAYS)
                 self._tell(protocol.Refused(str(error)))
             except RunOver as over:
                 self._tell(protocol.Over(over.exit_code))
+            except OSError as error:  # there is no port or descriptor left
+                self._tell(protocol.Refused(f"this node cannot listen for the others: {error.strerror}."))
             except RuntimeError as error:
                 self._lose_server(f"its store does not answer ({str(error).splitlines()[0]})")
-        self._has_obeyed.set()
+        self._has_finished.set()
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         match order:
             case protocol.Meet():
                 self._meet(order)
@@ -132,7 +135,7 @@ class StoreSession:
             self._gather(info, terms)
         else:
             self._own = info.node
-            self._reception.sign_in("run", info, terms.timeout, self._tell_waiting)
+            self._rendezvous.sign_in("run", info, terms.timeout, self._tell_waiting)
             self._is_complete.set()
         self._tell(protocol.Joined(self._own, self._nodes))
 
@@ -141,13 +144,13 @@ class StoreSession:
         if self._listener is not None:
             self._hosted = tcp_store.serve(order.host, self._listener, timeout=60.0)
             address = self._listener.getsockname()[0]
-            hub = Hub(_listen(address), info, order.elastic, self._reception.hear)
-            self._reception.serve(hub)
+            hub = Hub(_listen(address), info, order.elastic, self._rendezvous.hear)
+            self._rendezvous.serve(hub)
             advertising = self._hosted, address, hub.port, self._is_complete
             threading.Thread(target=rendezvous.advertise, args=advertising, name="hub-address", daemon=True).start()
         store = tcp_store.connect(order.host, order.port, timeout, self._notice)
         if self._listener is None:
-            self._reception.connect(store, order.host, info, timeout, self._notice)
+            self._rendezvous.connect(store, order.host, info, timeout, self._notice)
         self._store = store
 
     def _gather(self, info: NodeInfo, terms: Terms) -> None:
@@ -159,10 +162,10 @@ class StoreSession:
             try:
                 name, self._own, nodes = self._elastic.next_round()
             except JoinError as error:
-                raise JoinError(f"{error}{self._link.strangers_text()}") from None
+                raise JoinError(f"{error}{self._link.secret_hint()}") from None
             own = replace(info, node=self._own, nnodes=nodes)
             with contextlib.suppress(NodesMissing):
-                self._reception.sign_in(name, own, SILENCE + _LAST_WORDS, lambda count, waited: None)
+                self._rendezvous.sign_in(name, own, SILENCE + _LEAVE_SECONDS, lambda count, waited: None)
                 return
 
     def _tell_waiting(self, count: int, waited: int, under_way: bool = False) -> None:
@@ -201,11 +204,11 @@ class StoreSession:
 
     def _leave(self, exit_code: int | None) -> None:
         """Whoever serves the store stays until the others have heard of the end."""
-        if self._reception.link is None:
+        if self._rendezvous.link is None:
             return
         if exit_code is not None and self._listener is not None and self._elastic is not None:
             self._elastic.close()
-        self._link.leave(exit_code, _LAST_WORDS if exit_code is not None else 1.0)
+        self._link.leave(exit_code, _LEAVE_SECONDS if exit_code is not None else 1.0)
 
     # ---- what the other nodes say, on the links' thread
 
@@ -274,8 +277,8 @@ class StoreSession:
 
     @property
     def _link(self) -> Hub | Spoke:
-        assert self._reception.link is not None, "the nodes have met"
-        return self._reception.link
+        assert self._rendezvous.link is not None, "the nodes have met"
+        return self._rendezvous.link
 
     def _notice(self, text: str) -> None:
         self._tell(protocol.Notice(text))
