@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 STORE = "the store where the nodes meet"
 _HUB = "phalanx/hub"
-_LOOK_EVERY = 0.05
 _ADVERTISE_EVERY = 0.1
 _READ_EVERY = 0.02
 _ANSWER = 5.0
@@ -48,16 +47,6 @@ def advertise(store: Store, address: str, port: int, done: threading.Event) -> N
         while not done.is_set():
             store.set(_HUB, messages.encode(HubAddress(address, port)).decode())
             done.wait(_ADVERTISE_EVERY)
-
-
-def wait_for(store: Store, key: str, seconds: float) -> bool:
-    """Whether the key is there within this time. The store's own wait writes warnings when its time is over."""
-    deadline = time.monotonic() + seconds
-    while not store.check([key]):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(_LOOK_EVERY)
-    return True
 
 
 class Rendezvous:
