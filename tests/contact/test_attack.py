@@ -181,6 +181,9 @@ def test_messages_between_nodes(place: Path, attack, record_property) -> None:
     assert all("forged" in text for text in told)
     assert "posed as hub" in told[0]
     assert "overwritten /torch.rendezvous.phalanx.none" in told[1]
+    noted = [path.read_text().count('"ignored"') for path in home.glob("runs/2*/agent.events.jsonl")]
+    assert len(noted) == 4
+    assert 0 < sum(noted) < 100, "a line for each kind, not for each message"
     keys = {line for text in told for line in text.splitlines() if line.startswith("overwritten")}
     record_property("result", f"{len(keys)} keys overwritten, no message was followed")
 
