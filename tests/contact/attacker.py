@@ -68,7 +68,7 @@ def attack_nodes(host: str, port: str) -> None:
                 content = own if key == b"/phalanx/hub" and turn % 2 else values[turn % len(values)]
                 store.sendall(struct.pack("=B", _SET) + _text(key) + _text(content))
                 print("overwritten", key.decode(), flush=True)
-            for hub in [found for found in hubs if turn % 50 == 0]:
+            for hub in [found for found in hubs if turn % 10 == 0]:
                 _attack_hub(host, int(hub.rpartition(b":")[2].strip(b"}")), values)
             time.sleep(0.002)
 

@@ -178,7 +178,7 @@ def test_messages_between_nodes(place: Path, attack, record_property) -> None:
         assert "forged" not in err
         assert " is lost" not in err
     assert "overwritten /phalanx/hub" in told[0]
-    assert all("forged" in text for text in told)
+    assert "forged" in told[1]
     assert "posed as hub" in told[0]
     assert "overwritten /torch.rendezvous.phalanx.none" in told[1]
     noted = [path.read_text().count('"ignored"') for path in home.glob("runs/2*/agent.events.jsonl")]
