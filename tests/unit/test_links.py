@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -17,6 +18,7 @@ from phalanx.launch.multinode import links, protocol
 from phalanx.launch.multinode.hub import Hub
 from phalanx.launch.multinode.links import Connection, Cut, Spoke
 from phalanx.launch.multinode.protocol import NodeInfo
+from phalanx.launch.multinode.rendezvous import HubAddress, Rendezvous
 
 INFO = NodeInfo(0, "node0", "127.0.0.1", 1, 3, "3", 0, "none", "2.13", "1.0", "/runs/x", serves=True)
 
@@ -154,6 +156,40 @@ def test_strangers(begin: Callable[..., Round], monkeypatch: pytest.MonkeyPatch)
     assert len(nodes.next(1, protocol.Met).nodes) == 3
     for each in held:
         each.close()
+
+
+def test_somebody_poses_as_the_hub(begin: Callable[..., Round], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says in the store that it is the one. It is not believed, and the real one is found when it is there."""
+    from torch.distributed import HashStore
+
+    monkeypatch.setattr(secret, "_own", b"ab" * 16)
+    nodes, store, notices, heard = begin(), HashStore(), [], SimpleQueue()
+    forged = links._GREETING + bytes(16) + frame(b"-" * 32 + messages.encode(protocol.Refused("forged")))
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+
+        def pose() -> None:
+            connection, _ = fake.accept()
+            with connection:
+                connection.sendall(forged)
+                connection.recv(1 << 12)
+            store.set("phalanx/hub", "junk")
+            store.set("phalanx/hub", address_of(nodes.hub.port))
+
+        posing = threading.Thread(target=pose)
+        posing.start()
+        store.set("phalanx/hub", address_of(fake.getsockname()[1]))
+        rendezvous = Rendezvous(heard.put)
+        nodes.spokes.append(
+            rendezvous.connect(store, "127.0.0.1", replace(INFO, node=1, serves=False), 20.0, notices.append)
+        )
+        posing.join()
+    (notice,) = notices
+    assert notice.startswith("127.0.0.1 and this node have different secrets, or one of them has none; give all nodes")
+    assert heard.empty()
+
+
+def address_of(port: int) -> str:
+    return messages.encode(HubAddress("127.0.0.1", port)).decode()
 
 
 def record_of(nodes: Round) -> bytes:
