@@ -109,12 +109,12 @@ def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet |
 
 
 def _program(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Program:
-    flags: dict[ProgramKind, bool] = {
+    given: dict[ProgramKind, bool] = {
         "path": arguments.run_path,
         "command": arguments.no_python,
         "module": arguments.module,
     }
-    kinds = [kind for kind, is_given in flags.items() if is_given]
+    kinds: list[ProgramKind] = [kind for kind, is_given in given.items() if is_given]
     if "command" in kinds and "module" in kinds:
         raise UsageError("--no-python and --module contradict each other; give one of them.")
     interpreter = environ.get("PYTHON_EXEC")
