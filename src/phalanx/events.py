@@ -3,7 +3,7 @@
     runs/<id>/                 mode 0700: it holds the environment's values and whatever the script printed
       run.json                 the LaunchSpec, written before anything starts
       agent.events.jsonl       one line an event of the agent: started, exited, stall, straggler, restarting, ended, and
-                               trouble: something could not be watched; ignored: a message that is not of this run
+                               trouble: something was not watched; ignored, malformed: what is no message, no report
       rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch; of px.Checkpointer
                                saving and loaded, and from the rank that was done last saved or save failed, each with
                                the step and the seconds; and feature off, for a name that this torch does not have
