@@ -34,6 +34,8 @@ def _use(name: Name) -> str:
 
 
 def _versions(name: Name) -> str:
+    if name.since is None:
+        return "not seen: needs GPUs"
     seen = [version for version in SHOWN if tuple(map(int, version.split(".")[:2])) >= name.since]
     return f"{seen[0]} to {seen[-1]}"
 

@@ -10,11 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.nn import Module
 
 import phalanx
-from phalanx.torch_compat import c10d, dataloader, dynamo, flight_recorder, gloo, nn, release
+from phalanx.torch_compat import c10d, dataloader, dynamo, gloo, nn, release
 from phalanx.torch_compat.names import by_area
 from tests.unit import without_a_name
 
@@ -59,9 +58,7 @@ def test_every_name_is_there() -> None:
     """In the torch that is installed; `make test-torch` runs it with others."""
     objects = {nn.METADATA: Module().state_dict(), **dict.fromkeys((nn.PARAMETERS, nn.BUFFERS, nn.CHILDREN), Module())}
     only_when_made = {dataloader.WORKERS, dynamo.COMPILED}  # the test above makes a loader; see test_compiled_ddp
-    if not dist.is_nccl_available():
-        only_when_made |= {flight_recorder.NCCL_TRACE, flight_recorder.NCCL_PROGRESS}
-    for name in (name for of in by_area().values() for name in of if release() >= name.since):
+    for name in (name for of in by_area().values() for name in of if name.since and release() >= name.since):
         found = name.of(objects[name]) if name in objects else name in only_when_made or name.get()
         assert found is not None, name
 

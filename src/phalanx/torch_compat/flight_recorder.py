@@ -25,10 +25,8 @@ PROGRESS = Name(
     _LOST.format("gloo"),
     since=FLIGHT_RECORDER_IS_ON,
 )
-NCCL_TRACE = Name(f"{_NATIVE}:_dump_nccl_trace", "The same for nccl, in a torch that has it.", _LOST.format("nccl"))
-NCCL_PROGRESS = Name(
-    f"{_NATIVE}:_dump_nccl_trace_json", "The same for nccl, in a torch that has it.", _LOST.format("nccl")
-)
+NCCL_TRACE = Name(f"{_NATIVE}:_dump_nccl_trace", "The latest of nccl's.", _LOST.format("nccl"), since=None)
+NCCL_PROGRESS = Name(f"{_NATIVE}:_dump_nccl_trace_json", "How far nccl has come.", _LOST.format("nccl"), since=None)
 COMPILER = Name(
     "torch._inductor",
     "torch asks its compiler whether it has written a line; a stand-in answers as long as nobody has loaded it.",

@@ -37,8 +37,9 @@ class Name:
     """``module:attribute.attribute``, or a module alone, which is then looked for and not imported."""
     purpose: str
     lost: str
-    since: tuple[int, int] = OLDEST
-    """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event."""
+    since: tuple[int, int] | None = OLDEST
+    """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event. None: only
+    a torch for GPUs has it, and none was at hand."""
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
@@ -73,7 +74,7 @@ class Name:
 
     def turn_off(self, why: str) -> None:
         """Notes once in a process that what depends on it is off."""
-        if self not in _missing and release() >= self.since:
+        if self not in _missing and release() >= (self.since or OLDEST):
             torch = sys.modules["torch"].__version__
             _missing[self] = {"lost": self.lost, "name": str(self), "why": why, "torch": torch}
             _write([self])
