@@ -154,9 +154,7 @@ def install() -> None:
     if not _installed:
         _installed = True
         c10d.INIT_PROCESS_GROUP.wrap(_noting)
-        if (
-            c10d.WORLD.get() is not None
-        ):  # without it, a group of shm could not be called by the name that was asked for
+        if c10d.WORLD.get() is not None:  # it is where a group of shm gets the name that was asked for
             c10d.NEW_GROUP.wrap(_choosing)
 
 

@@ -19,7 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.parallel.alone import OneProcess
 from phalanx.parallel.names import save_without_prefix
 from phalanx.system import cores
-from phalanx.torch_compat import nn as names
+from phalanx.torch_compat import nn as private
 from phalanx.torch_compat.tensors import tree_flatten, tree_unflatten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -41,7 +41,7 @@ class Replicas(OneProcess):
     def __init__(self, module: nn.Module, count: int) -> None:
         super().__init__()
         self.module = module
-        self.count = count if names.can_replicate() else 1
+        self.count = count if private.can_replicate() else 1
         save_without_prefix(self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def replicate(model: nn.Module, count: int) -> list[nn.Module]:
     copies of the parameters back to the model; the first copy shares its memory."""
     copies = [_copies(model, first=number == 0) for number in range(count)]
     modules = list(model.modules())
-    replicas = [{module: names.REPLICATE.of(module)() for module in modules} for _ in range(count)]
+    replicas = [{module: private.REPLICATE.of(module)() for module in modules} for _ in range(count)]
     for replica, copy in zip(replicas, copies, strict=True):
         for module in modules:
             _fill(module, replica, copy)
@@ -117,17 +117,17 @@ def _copies(model: nn.Module, *, first: bool) -> dict[Tensor, Tensor]:
 def _fill(module: nn.Module, replica: dict[nn.Module, nn.Module], copy: dict[Tensor, Tensor]) -> None:
     """Gives one module of a replica its children and its tensors."""
     target = replica[module]
-    for name, child in names.CHILDREN.of(module).items():
+    for name, child in private.CHILDREN.of(module).items():
         if child is None:
-            names.CHILDREN.of(target)[name] = None
+            private.CHILDREN.of(target)[name] = None
         else:
             setattr(target, name, replica[child])
-    for name, parameter in names.PARAMETERS.of(module).items():
+    for name, parameter in private.PARAMETERS.of(module).items():
         if parameter is None:
-            names.PARAMETERS.of(target)[name] = None
+            private.PARAMETERS.of(target)[name] = None
         else:  # a plain attribute: a parameter must be a leaf of autograd's graph, which a copy is not
             setattr(target, name, copy[parameter])
-    for name, buffer in names.BUFFERS.of(module).items():
+    for name, buffer in private.BUFFERS.of(module).items():
         if buffer is not None:
             setattr(target, name, copy[buffer])
 
@@ -144,7 +144,7 @@ def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
             with settings.taken_over():
                 results[number] = replicas[number](*inputs, **kwargs)
         except Exception:  # noqa: BLE001 (it is raised where it is waited for)
-            failures[number] = names.caught(f"in replica {number} of {len(calls)}")
+            failures[number] = private.caught(f"in replica {number} of {len(calls)}")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
     for thread in threads:
@@ -152,7 +152,7 @@ def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
     for thread in threads:
         thread.join()
     if failures:
-        names.reraise(failures[min(failures)])
+        private.reraise(failures[min(failures)])
     return results
 
 

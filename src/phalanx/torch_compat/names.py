@@ -38,8 +38,10 @@ class Name:
     purpose: str
     lost: str
     since: tuple[int, int] | None = OLDEST
-    """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event. None: only
-    a torch for GPUs has it, and none was at hand."""
+    """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event.
+
+    None: only a torch for GPUs has it, and none was at hand.
+    """
 
     def __str__(self) -> str:
         return self.path.replace(":", ".")
