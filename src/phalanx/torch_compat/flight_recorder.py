@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ class Dump(NamedTuple):
     """As a pickle."""
 
 
+@functools.cache
 def dumps() -> list[Dump]:
     """The recorders of this torch."""
     import torch.distributed as dist
