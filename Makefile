@@ -53,8 +53,8 @@ aarch64:
 		libc6-dev-arm64-cross qemu-user-static,the C library will not be tested for aarch64)
 
 bench: $(VENV)/ready-bench mpirun
-	$(BIN)/python benchmarks/launch.py
-	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/phalanx bench launch --out benchmarks/results
+	$(BIN)/phalanx bench collectives --out benchmarks/results
 	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/track.py
@@ -62,6 +62,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/agent_imports.py
 	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev

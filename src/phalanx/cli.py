@@ -21,7 +21,6 @@ commands:
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
   phalanx bench collectives         measure how fast ranks communicate, beside gloo and MPI
-  phalanx bench ddp-step            measure what that adds to a training step
   phalanx --version
 
 `phalanx run --help` lists the flags. A script needs no change; `import phalanx as px` gives it more.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.bench.machine import describe
+from phalanx.bench.commands import describe
 from tests.conftest import REPOSITORY, start
 
 FULL = os.environ.get("CONTACT") == "full"

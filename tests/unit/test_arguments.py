@@ -20,7 +20,7 @@ MISTAKES = {
     "doctor --nproc-per-node 0": "'0' is not a number of ranks; give one like 4",
     "checkpoint ls": "the following arguments are required: PATH",
     "checkpoint": "the following arguments are required: COMMAND",
-    "bench recorder --calls 0": "argument --calls: '0' is not a positive number",
+    "bench launch --ranks 0": "argument --ranks: '0' is not a positive number",
 }
 
 

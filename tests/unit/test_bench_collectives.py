@@ -1,4 +1,4 @@
-"""The benchmarks of collectives and of DDP's steps: their arithmetic, and each of them once, with small numbers."""
+"""`phalanx bench`: statistics, tables and flags, and each of its two benchmarks once, with small numbers."""
 
 from __future__ import annotations
 
@@ -13,34 +13,41 @@ from pathlib import Path
 import numpy
 import pytest
 
-from phalanx.bench import collectives, ddp_step, ddp_step_table, numbers
-from phalanx.bench.collectives_goals import GLOO, KB, LIMIT, MB, MPI, SHM, verdicts
-from phalanx.bench.collectives_table import outcome, size, tables
-from phalanx.bench.jobs import Job, Series, merge, mpi_version
-from phalanx.bench.rows import Row, rows
-from phalanx.bench.summary import Summary
-from phalanx.bench.turns import Contender, Turns
+from phalanx.bench import collectives, launch
+from phalanx.bench.collectives import GLOO, LIMIT, MPI, SHM
+from phalanx.bench.commands import Sample, merge, mpi_version, take
+from phalanx.bench.common import KB, MB, Row, Summary, by_contender, compare, rows, show, size_text
+from phalanx.bench.ranks import Contender, Turns, calls_of, check, pattern
 from phalanx.errors import UsageError
 from tests.conftest import Runner, start
 
-needs_mpi = pytest.mark.skipif(mpi_version() is None, reason="needs mpirun and mpi4py")
+needs_mpi = pytest.mark.skipif(not mpi_version(), reason="needs mpirun and mpi4py")
 
 
 def row(count: int, ranks: int = 2, measure: str = "all_reduce", **times: float) -> Row:
-    """One turn of each contender in each of two repeats."""
+    """One turn of each contender, of so many µs, in each of two repeats."""
     names = {"limit": LIMIT}
-    series = [
-        Series(measure, count, names.get(name, name), ranks, repeat, (time,))
+    samples = [
+        Sample(measure, names.get(name, name), ranks, repeat, (time / 1e6,), count)
         for name, time in times.items()
         for repeat in range(2)
     ]
-    return rows(series)[0]
+    return rows(samples)[0]
 
 
-def test_quartiles() -> None:
+def test_quartiles_and_extremes() -> None:
     assert Summary.quartiles([5, 1, 2, 4, 3]) == Summary(3, 2, 4)
     assert Summary.quartiles([7]) == Summary(7, 7, 7)
     assert Summary.quartiles([]) is None
+    many, few = (rows([Sample("start", "x", 2, n, values) for n in range(5)])[0] for values in ((1.0, 9.0), (1.0,)))
+    assert many.times("x") == Summary(5.0, 1.0, 9.0)
+    assert few.times("x") == Summary(1.0, 1.0, 1.0)
+    assert few.times("y") is None
+    assert [show(Summary(value, 1, 2)) for value in (3.14159, 31.4159, 314.159)] == [
+        "3.14 (1.00–2.00)",
+        "31.4 (1.0–2.0)",
+        "314 (1–2)",
+    ]
 
 
 def test_a_turn_lasts_from_the_first_start_to_the_last_end() -> None:
@@ -48,73 +55,70 @@ def test_a_turn_lasts_from_the_first_start_to_the_last_end() -> None:
         return {"measure": "all_reduce", "size": 4, "contender": SHM, "calls": 2, "spans": spans}
 
     first, second = note((0.0, 1.0), (10.0, 11.0)), note((2.0, 3.0), (10.5, 10.6))
-    assert merge([[first], [second]], 2, 7) == [Series("all_reduce", 4, SHM, 2, 7, (1.5e6, 0.5e6))]
+    assert merge([[first], [second]], 7) == [Sample("all_reduce", SHM, 2, 7, (1.5, 0.5), 4)]
 
 
 def test_ratios_are_taken_within_a_repeat() -> None:
     """A repeat in which everything was slow changes nothing."""
-    series = []
+    samples = []
     for repeat, slow in enumerate((1, 100, 1)):
-        series += [Series("all_reduce", 4, SHM, 2, repeat, (2.0 * slow, 1.0 * slow, 3.0 * slow))]
-        series += [Series("all_reduce", 4, GLOO, 2, repeat, (10.0 * slow,) * 3)]
-    (found,) = rows(series)
+        samples += [Sample("all_reduce", SHM, 2, repeat, (2.0 * slow, 1.0 * slow, 3.0 * slow), 4)]
+        samples += [Sample("all_reduce", GLOO, 2, repeat, (10.0 * slow,) * 3, 4)]
+    (found,) = rows(samples)
     assert found.ratio(GLOO, SHM) == Summary(5, 5, 5)
     assert found.ratio(MPI, SHM) is None
-    assert found.times[SHM].median == 3.0
+    assert found.times(SHM) == Summary(3.0, 2.0, 100.0)
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (row(4, shm=10, gloo=200, MPI=2), ["gloo/shm ≥ 20: met", "shm − MPI, µs, ≤ 15: met", "shm, µs, ≤ 15: met"]),
-        (row(4, 4, shm=20, gloo=399, MPI=2), ["gloo/shm ≥ 20: missed", "shm − MPI, µs, ≤ 15: missed"]),
-        (row(16 * KB, shm=10, gloo=200, MPI=10), ["gloo/shm ≥ 20: met", "MPI/shm ≥ 1: met"]),
-        (row(256 * KB, shm=10, gloo=200, MPI=9), ["MPI/shm ≥ 1: missed"]),
-        (row(MB, shm=10, gloo=99), ["gloo/shm ≥ 10: missed", "MPI/shm ≥ 1: not measured"]),
-        (row(16 * MB, shm=10, gloo=50, MPI=19), ["gloo/shm ≥ 5: met", "MPI/shm ≥ 2: missed"]),
-        (
-            row(256 * MB, shm=10, gloo=50, MPI=20, limit=8),
-            ["gloo/shm ≥ 5: met", "MPI/shm ≥ 2: met", "shm/limit ≤ 1.35: met"],
-        ),
-        (row(256 * MB, 4, shm=10, gloo=50, MPI=20, limit=1), ["gloo/shm ≥ 5: met", "MPI/shm ≥ 2: met"]),
-        (row(25 * MB, measure="broadcast", shm=10, gloo=39), ["gloo/shm ≥ 4: missed"]),
-        (row(4, 1, shm=10, gloo=20), []),
-    ],
-)
-def test_goals(found: Row, expected: list[str]) -> None:
-    assert verdicts(found) == expected
+def test_costs_are_of_turns_beside_each_other() -> None:
+    """While the machine becomes slower; the medians are equal."""
+    turns = {"without": (10.0, 20.0, 30.0), "with": (11.0, 31.0, 20.0)}
+    (found,) = rows([Sample("step", name, 2, 0, values) for name, values in turns.items()])
+    assert found.cost("with", "without") == Summary(1, 1, 1)
+    text = compare("Cost", [found], ("without",), costs=[("with", "without")])
+    assert "| 1000 (1000–1000), 5.00% |" in text
 
 
 def test_the_table() -> None:
     found = [row(4, shm=10, gloo=250), row(16 * KB, shm=20, gloo=300), row(4, 1, shm=3), row(4, 4, shm=10, gloo=500)]
-    text = tables(found)
-    assert "| 2     | 4 B   | 250 (250–250) | 10.0 (10.0–10.0) | 25.0 (25.0–25.0) | gloo/shm ≥ 20: met; " in text
-    assert "|       | 16 KB | 300 (300–300) | 20.0 (20.0–20.0) | 15.0 (15.0–15.0) | gloo/shm ≥ 20: missed; " in text
+    text = "\n\n".join(filter(None, collectives.tables(found, collectives.BENCHMARK.parse([]))))
+    assert "| 2     | all_reduce | 4 B   | 250 (250–250) | 10.0 (10.0–10.0) | 25.0 (25.0–25.0) |" in text
+    assert "|       | all_reduce | 16 KB | 300 (300–300) | 20.0 (20.0–20.0) | 15.0 (15.0–15.0) |" in text
     assert "MPI, µs |" not in text, "a column without figures is left out"
     assert "## The limit" not in text
-    assert re.search(r"world of one\n\n.*\n.*\n\| 1     \| 4 B  \| 3\.0", text)
-    assert outcome(found) == (
-        "Goals: 3 of 4 met, 3 not measured.\n\n- all_reduce of 16 KB, 2 ranks: gloo/shm ≥ 20: missed"
-    )
+    assert re.search(r"world of one\n\n.*\n.*\n\| 1     \| all_reduce \| 4 B  \| 3\.00", text)
+
+
+def test_the_table_of_launchers() -> None:
+    samples = [
+        Sample("start", name, 2, n, (s,)) for n in range(2) for name, s in (("torchrun", 4.0), ("phalanx fork", 1.0))
+    ]
+    samples += [Sample("start", "accelerate launch", 2, n, (), note="starts one process") for n in range(2)]
+    text = " ".join(by_contender("Start", rows(samples), "start", "torchrun").split())
+    assert "| phalanx fork | 1.00 (1.00–1.00) | 0.25 (0.25–0.25) | |" in text
+    assert "| accelerate launch | | | starts one process (2 of 2) |" in text
 
 
 def test_sizes() -> None:
-    assert [size(count) for count in (4, 1000, KB, 25 * MB, MB + 4)] == ["4 B", "1000 B", "1 KB", "25 MB", "1048580 B"]
-    assert collectives.parse(["--sizes", "4M,16,2K"]).sizes == (16, 2 * KB, 4 * MB)
+    sizes = [size_text(count) for count in (0, 4, 1000, KB, 25 * MB, MB + 4)]
+    assert sizes == ["", "4 B", "1000 B", "1 KB", "25 MB", "1.0 MB"]
+    assert [calls_of(size) for size in (4, 64 * KB, 256 * KB, MB)] == [100, 64, 16, 1]
+    assert collectives.BENCHMARK.parse(["--sizes", "4M,16,2K"]).sizes == (16, 2 * KB, 4 * MB)
     for wrong in (["--sizes", "3"], ["--sizes", "K"], ["--other-size", "0"], ["--ranks", "17"], ["--seconds", "-1"]):
         with pytest.raises(UsageError):
-            collectives.parse(wrong)
-    with pytest.raises(UsageError):
-        ddp_step.parse(["--width", "100"])
+            list(collectives.plan(collectives.BENCHMARK.parse(wrong)))
+    for wrong in (["--restart-ranks", "1"], ["--memory-ranks", "-1"], ["--ranks", "0"]):
+        with pytest.raises(UsageError):
+            list(launch.plan(launch.BENCHMARK.parse(wrong)))
 
 
 def test_wrong_numbers_are_an_error() -> None:
-    expected = numbers.pattern(2, 300) * numbers.weight_of_all(3)
-    found = sum((numbers.pattern(2, 300) * numbers.weight(rank) for rank in range(3)), numpy.zeros((2, 300)))
-    numbers.check(found, expected, "all_reduce")
-    found[1, 7] -= numbers.weight(1)
+    expected = pattern(2, 300) * 7
+    found = sum((pattern(2, 300) * 2**rank for rank in range(3)), numpy.zeros((2, 300)))
+    check(found, expected, "all_reduce")
+    found[1, 7] -= 2
     with pytest.raises(ArithmeticError, match=r"wrong numbers: 1 of 600; element 307 is .*, not"):
-        numbers.check(found, expected, "all_reduce")
+        check(found, expected, "all_reduce")
 
 
 def test_contenders_take_turns() -> None:
@@ -133,26 +137,6 @@ def test_contenders_take_turns() -> None:
     ]
 
 
-def test_what_shm_adds_as_a_part_of_what_gloo_adds() -> None:
-    assert ddp_step_table.share(row(0, alone=100, shm=120, gloo=200)) == Summary(0.2, 0.2, 0.2)
-    assert ddp_step_table.verdict(row(0, alone=100, shm=120, gloo=200)) == "≤ 1/3: met"
-    assert ddp_step_table.verdict(row(0, alone=100, shm=150, gloo=200)) == "≤ 1/3: missed"
-    assert ddp_step_table.verdict(row(0, alone=100, shm=90, gloo=95)) == "≤ 1/3: not measured"
-
-
-def test_data_parallel_beside_ddp_is_measured_in_processes_of_its_own() -> None:
-    jobs = list(ddp_step.plan(ddp_step.parse(["--ranks", "2", "--repeats", "1", "--wrappers"])))
-    ways = ["shm, DDP", "shm, data_parallel", "gloo, DDP", "gloo, data_parallel"]
-    assert [job.order.get("only") for job in jobs] == [None, *ways]
-    times: dict[str, float] = {"alone": 100, "buckets": 110, "shm": 120, "gloo": 200, "all_reduce": 10}
-    found = row(0, 2, "step", **times, **dict(zip(ways, (140.0, 70.0, 9.0, 8.0), strict=True)))
-    text = ddp_step_table.tables([found])
-    assert re.search(r"\| shm .*\| 0\.50 \(0\.50–0\.50\)", text)
-    assert "data_parallel beside" not in ddp_step_table.tables(
-        [row(0, alone=1, buckets=1, shm=1, gloo=2, all_reduce=1)]
-    )
-
-
 # ---- for real
 
 
@@ -168,35 +152,41 @@ def test_collectives_for_real(phalanx: Runner, tmp_path: Path) -> None:
     pairs += [(name, 48 * KB, 2) for name in ("broadcast", "all_gather", "reduce_scatter", "all_to_all")]
     expected = {(name, count, contender, ranks) for name, count, ranks in pairs for contender in (SHM, GLOO)}
     expected.add(("all_reduce", 16 * KB, LIMIT, 2))
-    if mpi_version() is not None:
+    if mpi_version():
         expected |= {("all_reduce", 4, MPI, 2), ("all_reduce", 16 * KB, MPI, 2)}
     assert found == expected
-    assert all(time > 0 for sample in samples for time in sample["microseconds"])
+    assert all(time > 0 for sample in samples for time in sample["values"])
+
+
+def test_launch_for_real() -> None:
+    """A start with its memory, a restart, and the command without work, of phalanx."""
+    flags = ["--ranks", "2", "--memory-ranks", "2", "--restart-ranks", "2", "--repeats", "1"]
+    steps = list(launch.plan(launch.BENCHMARK.parse(flags)))
+    assert [step.label for step in steps if launch.TORCHRUN in step.label] == [
+        f"{measure}, torchrun, 2 ranks, repeat 1" for measure in ("warm-up", "start", "memory", "restart")
+    ]
+    wanted = ("memory, phalanx fork", "restart, phalanx fork", "help, phalanx --help, repeat 1")
+    memory, restart, help_ = take([step for step in steps if step.label.startswith(wanted)][:3])
+    assert 50 < memory.values[0] < 5000
+    assert memory.note.endswith(" processes")
+    assert 0 < restart.values[0] < 60
+    assert 0 < help_.values[0] < 60
 
 
 def test_without_mpi_the_rest_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    asked: list[Job] = []
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(collectives, "take", lambda jobs: asked.extend(jobs) or [])
-    report = collectives.measure(collectives.parse(["--ranks", "2,4", "--repeats", "1"]))
-    assert [(job.name, job.ranks) for job in asked] == [("shm and gloo", 2), ("shm and gloo", 4), ("shm and gloo", 1)]
-    assert report.machine["MPI"] == "not installed"
+    assert not mpi_version()
+    steps = list(collectives.plan(collectives.BENCHMARK.parse(["--ranks", "2,4", "--repeats", "1"])))
+    words = ["2 ranks", "4 ranks", "1 rank"]
+    assert [step.label for step in steps] == [f"shm and gloo, {ranks}, repeat 1 of 1" for ranks in words]
     assert "bench: mpirun or mpi4py is not installed, so MPI is left out\n" in capsys.readouterr().err
-
-
-def test_ddp_step_for_real(phalanx: Runner, tmp_path: Path) -> None:
-    flags = ["--ranks", "2", "--width", "32", "--seconds", "0.01", "--repeats", "1"]
-    got = phalanx("bench", "ddp-step", *flags, "--out", str(tmp_path / "out"))
-    assert got.code == 0, got.err
-    assert "## Where shm's part goes" in got.out
-    assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 def test_a_job_that_fails_is_explained(phalanx: Runner, tmp_path: Path) -> None:
     flags = ["--ranks", "2", "--sizes", "4", "--timeout", "0.2", "--out", str(tmp_path / "out")]
     got = phalanx("bench", "collectives", *flags)
     assert got.code == 2
-    assert "collectives_rank.py" in got.complaint[0]
+    assert "phalanx.bench.ranks" in got.complaint[0]
     assert "was still running after 0.2 s" in got.complaint[0]
     assert not (tmp_path / "out").exists()
 

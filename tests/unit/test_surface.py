@@ -65,8 +65,7 @@ EDGES = {
     "attempt": set(),
     "backends": {"ballot", "shm"},
     "ballot": {"join"},
-    # launch and testing start ranks; the others in what those run
-    "bench": {"backends", "launch", "parallel", "phalanx", "testing"},
+    "bench": {"backends", "launch"},  # backends only in the ranks
     "checkpoint": {"join", "world"},
     "cli": {"launch", "bench", "checkpoint", "diagnose"},
     "cluster": set(),

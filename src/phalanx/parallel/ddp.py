@@ -24,7 +24,7 @@ class Parallel(DistributedDataParallel):
     """torch's DistributedDataParallel. Its state dict has the model's own names, and its errors name parameters."""
 
     def __init__(self, module: nn.Module, *, compress: str | None = None, **options: Any) -> None:
-        # Measured on CPUs with `phalanx bench ddp-step --wrappers`: a step takes 0.82 (MLP) to 0.94 (transformer) of
+        # Measured on CPUs with benchmarks/ddp_step.py: a step takes 0.82 (MLP) to 0.94 (transformer) of
         # its time without views on shm, and 0.82 to 1.01 on gloo. Views save the copy out of the buckets, and the page
         # faults of a second set of gradients.
         options.setdefault("gradient_as_bucket_view", True)
