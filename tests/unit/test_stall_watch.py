@@ -23,7 +23,7 @@ from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals
 from phalanx.system import procfs
 from phalanx.watchdog.exchange import Exchange
-from phalanx.watchdog.stall import progress, snapshot
+from phalanx.watchdog.stall import across_nodes, progress, snapshot, stack_dump, stall_detector
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallOver, StallSnapshot, StallVerdict
 from phalanx.watchdog.stall.progress import Vigil
 from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
@@ -34,8 +34,23 @@ STALL_AFTER = 0.5
 LONG = 20.0
 
 
+class Clock:
+    """The time, which passes by itself and when it is told to: nobody has to wait for it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+    def time(self) -> float:
+        return time.time() + self.ahead
+
+
 class Ranks:
     """Two ranks of one node, of which the first waits for the second."""
+
+    clock: Clock
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -58,7 +73,12 @@ class Ranks:
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     monkeypatch.setattr("phalanx.watchdog.stall.stack_dump._py_spy", lambda: None)  # they are not Python anyway
+    for module in (snapshot, stack_dump):
+        monkeypatch.setattr(module, "_ANSWER", 0.05)  # and never answer
     found = Ranks(tmp_path)
+    found.clock = Clock()
+    for module in (stall_detector, progress, across_nodes):
+        monkeypatch.setattr(module, "time", found.clock)
     yield found
     found.pages.clear()
     for sleeper in found.sleepers:
@@ -67,13 +87,14 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[StallVerdict]:
-    """Turns the watch until it says something, at most for so long."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    """Turns the watch until it says something, at most for so long by its clock."""
+    deadline = ranks.clock.monotonic() + seconds
+    while ranks.clock.monotonic() < deadline:
         watch.look(ranks.members)
         if said := list(watch.announced()):
             return said
-        time.sleep(0.02)
+        watch.close()  # what an inquiry takes, it takes by the other clock
+        ranks.clock.ahead += STALL_AFTER / 10
     return []
 
 
@@ -186,20 +207,20 @@ def test_a_snapshot_grows_older_and_a_lost_node_is_not_waited_for(monkeypatch: p
 def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
     """Not since it was noticed, which may be a second later."""
     progress = Vigil(ranks.directory, 5.0)
-    progress.look(ranks.members, time.monotonic())
+    progress.look(ranks.members, ranks.clock.monotonic())
     ranks.pages[1].enter(layout.DATA)
-    written = time.monotonic()
+    written = ranks.clock.monotonic()
     for _ in range(2):
-        time.sleep(0.4)
-        progress.look(ranks.members, time.monotonic())
-    now = time.monotonic()
+        ranks.clock.ahead += 0.4
+        progress.look(ranks.members, ranks.clock.monotonic())
+    now = ranks.clock.monotonic()
     assert progress.quiet(now) == pytest.approx(now - written, abs=0.1)
 
 
 def until(done: Callable[[], bool], watch: StallWatch, ranks: Ranks) -> None:
-    deadline = time.monotonic() + LONG
+    deadline = ranks.clock.monotonic() + LONG
     while not done():
-        assert time.monotonic() < deadline
+        assert ranks.clock.monotonic() < deadline
         assert not look(watch, ranks, 0.1)
 
 
