@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-import psutil
 import pytest
 
 from phalanx import torch_compat
@@ -41,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("alone")
         if "/test_shm" in path and (reason := torch_compat.why_no_shm()):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m alone`, files that have no such test are not even imported."""
+    if config.option.markexpr != "alone" or collection_path.suffix != ".py":
+        return None
+    path = collection_path.relative_to(REPOSITORY / "tests").as_posix()
+    return None if path.startswith(_ALONE) or "mark.alone" in collection_path.read_text() else True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -197,12 +204,14 @@ def marked_processes() -> set[int]:
     return found
 
 
-def _helpers() -> set[int]:
+def _is_helper(pid: int) -> bool:
     """The helper of `run_ranks` stays between tests, on purpose."""
     if testing._warm is None:
-        return set()
-    zygote = psutil.Process(testing._warm._process.pid)
-    return {zygote.pid, *(child.pid for child in zygote.children(recursive=True))}
+        return False
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        while pid not in (0, testing._warm._process.pid):
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == testing._warm._process.pid
 
 
 _NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the second with its first optimizer
@@ -216,7 +225,7 @@ def _belongings() -> dict[str, set]:
         except OSError:
             continue
     return {
-        "processes": marked_processes() - _helpers(),
+        "processes": {pid for pid in marked_processes() if not _is_helper(pid)},
         "threads": {thread.name for thread in threading.enumerate()},
         "descriptors": {f"{fd} {what}" for fd, what in descriptors.items() if "/proc/" not in what},
         "shared memory": set(os.listdir("/dev/shm")) if _is_shared_memory_ours else set(),
