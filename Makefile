@@ -66,7 +66,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/nodes.py
 
 stress: $(VENV)/ready-dev
-	MOMENTS=200 $(BIN)/python -m pytest \
+	MOMENTS=200 $(BIN)/python -m pytest -o timeout=7200 \
 		tests/faults/test_checkpoint_kills.py tests/faults/test_shm_kills.py tests/ranks/test_shm_programs.py
 	$(BIN)/python tests/native/stress.py --seconds 60
 
@@ -75,7 +75,7 @@ suite: $(VENV)/ready-dev
 
 # Other people's code and attackers, at full size; writes docs/contact.md.
 contact: $(CONTACT)/ready
-	CONTACT=full $(CONTACT)/bin/python -m pytest tests/contact
+	CONTACT=full $(CONTACT)/bin/python -m pytest -o timeout=3600 tests/contact
 
 # The smoke tests with another torch, or with another Python: one of pyenv's, or on PATH.
 test-torch:
@@ -88,7 +88,7 @@ test-python:
 define smoke
 @[ -n "$(VERSION)" ] || { echo "which one? make $@ VERSION=…"; exit 2; }
 trap 'rm -rf .venv-$(2)' EXIT INT TERM; $(1) -m venv .venv-$(2) && \
-.venv-$(2)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'pytest>=8' 'hypothesis>=6.100' $(3) && \
+.venv-$(2)/bin/python -m pip install --quiet --disable-pip-version-check -e . 'pytest>=8' 'pytest-timeout>=2.3' 'hypothesis>=6.100' $(3) && \
 .venv-$(2)/bin/python -m pytest @tests/smoke.txt
 endef
 

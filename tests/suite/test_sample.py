@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.suite.run import SAMPLE
 
 
+@pytest.mark.timeout(400)
 def test_sample(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(SAMPLE.with_name("run.py")), "--backend", "shm", "--sample", "--out", str(out)]
