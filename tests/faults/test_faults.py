@@ -384,7 +384,7 @@ def test_sigterm_to_every_process_leaves_time_to_save(script, tmp_path: Path) ->
         time.sleep(60)
         """
     )
-    agent = start("-m", "phalanx", "run", name, cwd=tmp_path)
+    agent = start("-m", "phalanx", "run", *WITHOUT_TORCH, name, cwd=tmp_path)
     assert agent.stdout is not None
     assert agent.stdout.readline() == "up\n"
     for process in [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -16,7 +17,9 @@ import pytest
 import phalanx as px
 from phalanx.errors import UsageError
 from phalanx.launch.agent import attempt_run
+from phalanx.launch.spawn import SpawnContext
 from phalanx.system import cores
+from phalanx.testing import ranks as testing
 from tests.conftest import free_port
 
 
@@ -71,12 +74,19 @@ def test_every_rank_runs_the_function_in_a_context_to_join_later(tmp_path: Path)
     queue.join_thread()
 
 
+def spawned(fn, args: tuple = (), nprocs: int = 2) -> None:
+    """As `px.spawn`, with the helper of `run_ranks`, which is there already."""
+    with contextlib.closing(SpawnContext(fn, args, nprocs, daemon=False, nursery=testing._warm_nursery())) as context:
+        while not context.join():
+            pass
+
+
 def test_the_exceptions_are_mp_spawns(run_ranks) -> None:
     """`run_ranks` starts its ranks as `spawn` does, from a helper that is there already."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     with pytest.raises(ProcessRaisedException, match="KeyError: 'the reason'") as raised:
-        px.spawn(fail, nprocs=2)
+        spawned(fail)
     assert raised.value.error_index == 1
     assert "in fail" in str(raised.value)
     assert "phalanx/launch" not in str(raised.value)
@@ -88,6 +98,7 @@ def test_the_exceptions_are_mp_spawns(run_ranks) -> None:
     assert (killed.value.exit_code, killed.value.signal_name) == (-9, "SIGKILL")
 
 
+@pytest.mark.usefixtures("run_ranks")
 def test_a_function_without_a_home(tmp_path: Path) -> None:
     """It takes queues and shared tensors too."""
     import torch
@@ -101,7 +112,7 @@ def test_a_function_without_a_home(tmp_path: Path) -> None:
         shared[rank] = rank + 1
         queue.put(rank)
 
-    assert px.spawn(work, (shared, queue), nprocs=2) is None
+    spawned(work, (shared, queue))
     assert {path.name for path in tmp_path.iterdir()} == {"local-0", "local-1"}
     assert shared.tolist() == [1.0, 2.0]
     assert sorted(queue.get() for _ in range(2)) == [0, 1]
