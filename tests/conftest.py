@@ -14,8 +14,9 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -33,13 +34,28 @@ _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 _ALONE = ("faults/test_faults.py", "faults/test_shm", "faults/test_stalls.py", "faults/test_stragglers.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> Generator[None, None, None]:
     for item in items:
         path = item.path.relative_to(REPOSITORY / "tests").as_posix()
         if path.startswith(_ALONE) and item.get_closest_marker("in_company") is None:
             item.add_marker("alone")
         if "/test_shm" in path and (reason := torch_compat.why_no_shm()):
             item.add_marker(pytest.mark.skip(reason=reason))
+    yield  # here -m takes out those that are not asked for
+    items[:] = _long_ones_first(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+def _long_ones_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Each worker gets as many items in a row, and begins with some that take tens of seconds.
+
+    One that began last would be waited for with the other cores idle.
+    """
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    share = -(-len(items) // workers)
+    parts = [long[worker::workers] for worker in range(workers)]
+    return [item for part in parts for item in (*part, *islice(others, share - len(part)))]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -54,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
     config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
     config.addinivalue_line("markers", "in_company: has no limits of time, although most tests of its file do")
+    config.addinivalue_line("markers", "long: takes tens of seconds, so it is started first")
     if "PYTEST_XDIST_WORKER" in os.environ:
         global _is_shared_memory_ours
         _is_shared_memory_ours = _have_shared_memory_of_our_own()

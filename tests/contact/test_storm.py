@@ -170,6 +170,7 @@ def storm(tmp_path: Path) -> Iterator[Callable[..., Storm]]:
             one.agent.communicate(timeout=30)
 
 
+@pytest.mark.long
 def test_a_storm_of_kills(storm: Callable[..., Storm], record_property) -> None:
     """Signals to ranks, loader workers, the zygote and the keeper of one run with checkpoints."""
     hits = kinds()

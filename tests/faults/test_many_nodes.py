@@ -308,6 +308,7 @@ def test_a_killed_agent(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
     assert time.monotonic() - started < 8
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_for_good_and_a_node_without_power(tmp_path: Path) -> None:
     """Both ways, and each way alone, at the same time: most of it is waiting. All that can end, and say why."""
     with contextlib.ExitStack() as stack:

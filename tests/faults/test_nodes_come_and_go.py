@@ -71,6 +71,7 @@ def test_numbers_are_given_at_an_endpoint(three: VirtualNodes, tmp_path: Path) -
         assert "3 ranks on 2 nodes (1 + 2)" in err
 
 
+@pytest.mark.long
 def test_a_lost_node_is_left_out_and_a_late_one_taken_in(three: VirtualNodes, tmp_path: Path) -> None:
     flags = at(three[0], "1:2", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3")
     first, second = (join(three, number, tmp_path, flags, UNTIL_TOLD) for number in (0, 1))

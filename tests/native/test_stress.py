@@ -11,6 +11,7 @@ from tests.native.stress import AARCH64, SANITIZERS, run, why_no_aarch64
 
 # One test for each build, which takes longer than what is run of it.
 @pytest.mark.parametrize("kinds", [("threads",), ("processes", "kills")], ids=["threads", "processes"])
+@pytest.mark.long
 def test_random_programs(kinds: tuple[str, ...], tmp_path: Path) -> None:
     for kind in kinds:
         for ranks in (2, 3, 5, 7):

@@ -50,6 +50,7 @@ BATCHES = [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("script", 2), ("module", 1)], ids=["script", "module"])
+@pytest.mark.long
 def test_the_same_probe_both_ways(kind: str, ranks: int, phalanx: Runner, tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()

@@ -110,6 +110,7 @@ def test_make_demo_runs_the_main_job() -> None:
     assert recipe[0].removeprefix("$(BIN)/") in shown()
 
 
+@pytest.mark.long
 def test_make_demo_fault_survives_two_kills(tmp_path: Path) -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
     assert re.findall(r"^demo-fault:.*\n\t(.*)$", makefile, re.MULTILINE) == [

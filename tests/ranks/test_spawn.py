@@ -125,6 +125,7 @@ def run_script(tmp_path: Path, text: str, *flags: str) -> subprocess.CompletedPr
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.long
 def test_a_script_written_for_mp_spawn_runs_unchanged(tmp_path: Path) -> None:
     """Classes of the script itself travel by name."""
     text = """

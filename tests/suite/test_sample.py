@@ -13,6 +13,7 @@ from tests.suite.run import SAMPLE
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 def test_sample(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, str(SAMPLE.with_name("run.py")), "--backend", "shm", "--sample", "--out", str(out)]
