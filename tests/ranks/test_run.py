@@ -47,25 +47,29 @@ def test_the_environment_is_torchruns(phalanx: Runner, script, tmp_path: Path) -
         assert ours["OMP_NUM_THREADS"] == str(max(1, cores.usable() // 2))
 
 
-def test_the_run_directory(phalanx: Runner, script, latest: Path) -> None:
-    outcome = phalanx(
-        "run",
-        *WITHOUT_TORCH,
-        "--nproc-per-node",
-        "2",
-        script("import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr)"),
+def test_the_run_directory_and_the_line_about_threads(phalanx: Runner, script, latest: Path) -> None:
+    name = script(
+        "import os, sys; print('out', os.environ['RANK'], os.environ['OMP_NUM_THREADS']); print('err', file=sys.stderr)"
     )
+    usable = cores.usable()
+    threads = max(1, usable // 2)
+    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name)
     assert outcome.code == 0
+    assert f"OMP_NUM_THREADS={threads} for each (cores {usable}, divided by ranks)" in outcome.err
+    assert sorted(outcome.err.splitlines()[1:]) == ["[rank 0] err", "[rank 1] err"]
     assert stat.S_IMODE(latest.stat().st_mode) == 0o700
     assert sorted(path.name for path in latest.iterdir()) == [
         *("agent.events.jsonl", "rank-0.log", "rank-0.stacks", "rank-0.status"),
         *("rank-1.log", "rank-1.stacks", "rank-1.status", "report.json", "run.json"),
     ]
-    assert sorted((latest / "rank-1.log").read_text().splitlines()) == ["err", "out 1"]
+    assert sorted((latest / "rank-1.log").read_text().splitlines()) == ["err", f"out 1 {threads}"]
     spec = json.loads((latest / "run.json").read_text())
     assert (spec["spec"]["nproc_per_node"], spec["prefix"]) == (2, sys.prefix)
     assert json.loads((latest / "report.json").read_text())["exit_code"] == 0
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in latest.iterdir())
+    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name, env={"OMP_NUM_THREADS": "7"})
+    assert by_rank(outcome) == {0: ["out 0 7"], 1: ["out 1 7"]}
+    assert "OMP_NUM_THREADS" not in outcome.err
 
 
 def test_what_a_rank_reports_is_checked_by_the_agent(phalanx: Runner, script, latest: Path) -> None:
@@ -90,17 +94,6 @@ def test_what_a_rank_reports_is_checked_by_the_agent(phalanx: Runner, script, la
     assert (error.rank, error.message, error.frames[-1].source) == (0, "caf\udce9", "raise ValueError(sys.argv[1])")
     order = messages.decode((latest / events.RUN_FILE).read_bytes(), RunFile, "here")
     assert order.command[-1] == "caf\udce9"
-
-
-def test_the_line_about_threads(phalanx: Runner, script) -> None:
-    name = script("import os; print(os.environ['OMP_NUM_THREADS'])")
-    usable = cores.usable()
-    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name)
-    assert f"OMP_NUM_THREADS={max(1, usable // 2)} for each (cores {usable}, divided by ranks)" in outcome.err
-    assert len(outcome.err.splitlines()) == 1
-    outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name, env={"OMP_NUM_THREADS": "7"})
-    assert by_rank(outcome) == {0: ["7"], 1: ["7"]}
-    assert "OMP_NUM_THREADS" not in outcome.err
 
 
 @pytest.mark.parametrize("flags", [(), WITHOUT_TORCH], ids=["fork", "exec"])
