@@ -243,7 +243,7 @@ def test_numbers_that_lead_to_another_users_process(place: Path, attack) -> None
     attacker = attack("hold", precious)
     assert attacker.stdout is not None
     pid, fd, address = attacker.stdout.readline().split()
-    claim = Claim(0, 2, "here", int(pid), 0.0, "")
+    claim = Claim(0, 2, "here", int(pid), 0, "")
     with pytest.raises(ForeignData, match="is not the memory of the group"):
         segment._open(claim, int(fd))
     with socket.socket(socket.AF_UNIX) as line:

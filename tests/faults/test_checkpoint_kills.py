@@ -92,7 +92,7 @@ def _join(rank: int, size: int, store: Any) -> World:
     claims = []
     for other in range(size):
         pid, born = store.get(f"claim {other}").decode().split()
-        claims.append(Claim(other, size, claim.host, int(pid), float(born), claim.machine))
+        claims.append(Claim(other, size, claim.host, int(pid), int(born), claim.machine))
     meeting = Meeting(store, tuple(claims), hosted_here=False)
     device = torch.device("cpu")
     worlds._current = World(rank, size, rank, size, 0, 1, device, "none", "", "test", meeting)

@@ -180,8 +180,8 @@ def test_this_machine_is_the_first(site: Site, tmp_path: Path) -> None:
     seen = [node.run(["ps", "-eo", "args=", "-ww"], check=True).stdout for node in site.nodes[:2]]
     process.send_signal(signal.SIGINT)
     code, _, err = end(process)
-    assert "phalanx.launch.remote.remote_agent" in seen[0]
-    assert "phalanx.launch.remote.remote_agent" in seen[1]
+    assert "phalanx.launch.command.remote" in seen[0]
+    assert "phalanx.launch.command.remote" in seen[1]
     assert "xyzzy" not in "".join(seen), "nothing secret on a command line"
     assert "train.py" not in seen[1], "nor anything else of the user's"
     assert code == 130
@@ -353,7 +353,7 @@ def test_ssh_is_killed(site: Site, tmp_path: Path) -> None:
 @pytest.mark.parametrize("who", [0, 1])
 def test_an_agent_is_killed(who: int, site: Site, tmp_path: Path) -> None:
     process = stay(site, tmp_path)
-    (agent,) = processes(site.nodes[who], "phalanx.launch.remote.remote_agent")
+    (agent,) = processes(site.nodes[who], "phalanx.launch.command.remote")
     os.kill(agent, signal.SIGKILL)
     code, _, err = end(process, 30)
     assert code == 1

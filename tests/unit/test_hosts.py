@@ -203,7 +203,7 @@ def test_the_luggage() -> None:
         forwarded_env.pack(environ, ("MISSING",))
 
 
-REMOTE = python_command.command("phalanx.launch.remote.remote_agent.main()")
+REMOTE = python_command.command("phalanx.launch.command.remote()")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")

@@ -13,7 +13,7 @@ import pytest
 from phalanx.events import Ending, ErrorRecord
 from phalanx.failure import oom
 from phalanx.failure.oom import Counters, Shortage
-from phalanx.launch.zygote_messages import Exited
+from phalanx.launch.process.zygote_messages import Exited
 from phalanx.system import procfs
 from phalanx.watchdog.memory import MemoryWatch
 

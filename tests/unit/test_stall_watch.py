@@ -148,7 +148,7 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     watch = ranks.watch(exchange)
     without = messages.encode(StallSnapshot(30.0, (Sighting(2),)))
     assert not look(watch, ranks, 1.0)
-    (own,) = map(snapshot, published)
+    (own,) = map(decoded, published)
     assert own.records is None, "the other node makes progress, so no rank need be asked"
     exchange.receive(1, without)
     until(lambda: decoded(published[-1]).records is not None, watch, ranks)

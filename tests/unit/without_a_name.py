@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,14 +202,14 @@ def tensor() -> None:
 
 
 def nodes() -> None:
-    from phalanx.launch.rendezvous import NodeCard
+    from phalanx.launch.multinode.elastic import ElasticRendezvous
+    from phalanx.launch.multinode.protocol import NodeInfo, Terms
 
-    from phalanx.launch.multinode.elastic import Gathering, Terms
-
-    card = NodeCard(-1, "a", "127.0.0.1", 1, 1, "1:2", 0, "x", "2", "1", "")
+    own = NodeInfo(-1, "a", "127.0.0.1", 1, 1, "1:2", 0, "x", "2", "1", "")
     refusal = ""
     try:
-        Gathering(dist.HashStore(), card, Terms(1, 2, 1.0, 1.0), lambda *_: None)._backend.read()
+        rendezvous = ElasticRendezvous(dist.HashStore(), own, Terms(1, 2, 1.0, 1.0), lambda *_: None, SimpleQueue())
+        rendezvous._backend.read()
     except JoinError as error:  # the run was asked for this very feature
         refusal = str(error)
     assert not refusal or refusal.startswith("the number of nodes cannot change: this torch has no ")

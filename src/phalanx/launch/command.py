@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import NoReturn
 
 from phalanx.launch import parse
 from phalanx.launch.spec.launch_spec import LaunchSpec
@@ -16,6 +18,18 @@ def run(arguments: list[str]) -> int:
 def launch(arguments: list[str]) -> int:
     """``python -m phalanx.launch``, with the flags of ``python -m torch.distributed.launch``."""
     return _start(*parse.parse_launch(arguments, os.environ), arguments, is_launch=True)
+
+
+def remote() -> NoReturn:
+    """The agent of one host, in a run that a command on another machine has started."""
+    from phalanx.launch.remote import remote_agent
+
+    def run_agent(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
+        from phalanx.launch import start
+
+        return start.run(spec, environ)
+
+    remote_agent.main(parse.parse, parse.parse_launch, run_agent)
 
 
 def _start(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: bool = False) -> int:

@@ -21,8 +21,8 @@ from phalanx.launch.agent.stopping import Stopping
 from phalanx.launch.output.logs import Pump
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_messages import Exited, Started
 from phalanx.launch.spec.launch_spec import WorkerSpec
-from phalanx.launch.zygote_messages import Exited, Started
 
 _MOST_UNDER_WAY = 16
 _TO_FAIL_ALIKE = 0.25

@@ -15,8 +15,8 @@ from phalanx.failure import crash_dump
 from phalanx.failure.signal_meaning import gloo_mismatch
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
-from phalanx.launch.zygote_messages import Exited
 from phalanx.messages import Record, Text
 from phalanx.status.rank_record import ThreadDeath
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.events import Ending
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.fd_channel import Channel
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
 from phalanx.launch.spec.network import Route
 from phalanx.watchdog.exchange import Exchange
@@ -33,10 +33,20 @@ class Note(Protocol):
     def __call__(self, kind: str, /, **fields: object) -> None: ...
 
 
+class Keeper(Protocol):
+    """What a node's keeper offers: the store of the ranks, or a channel to the session with other nodes."""
+
+    @property
+    def keeper(self) -> Channel: ...
+    @property
+    def address(self) -> tuple[str, int] | None: ...
+    def fresh_store(self) -> object: ...
+
+
 def new_peers(
     spec: LaunchSpec,
     route: Route | None,
-    nursery: Nursery,
+    keeper: Keeper,
     selector: selectors.BaseSelector,
     directory: Path,
     say: Callable[[str], None],
@@ -45,10 +55,10 @@ def new_peers(
 ) -> SingleNode | Peers:
     """``route``: to the other nodes, if any; ``show`` shows a line for a moment, and returns whether anybody saw it."""
     if route is None:
-        return SingleNode(nursery, spec.nproc_per_node)
+        return SingleNode(keeper, spec.nproc_per_node)
     from phalanx.launch.multinode.peers import Peers
 
-    return Peers(spec, route, nursery.keeper, selector, directory, say, show, note)
+    return Peers(spec, route, keeper.keeper, selector, directory, say, show, note)
 
 
 class SingleNode:
@@ -59,8 +69,8 @@ class SingleNode:
     name = "this node"
     can_go_on = True
 
-    def __init__(self, nursery: Nursery, nproc: int) -> None:
-        self._nursery = nursery
+    def __init__(self, keeper: Keeper, nproc: int) -> None:
+        self._keeper = keeper
         self._placements = placements([nproc])
         self.exchange = Exchange()
 
@@ -75,9 +85,9 @@ class SingleNode:
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
         """Where the workers of this attempt meet."""
         self.exchange = Exchange()
-        self._nursery.fresh_store()
-        assert self._nursery.address is not None
-        return self._nursery.address
+        self._keeper.fresh_store()
+        assert self._keeper.address is not None
+        return self._keeper.address
 
     def places(self) -> list[Placement]:
         """The ranks of this node."""

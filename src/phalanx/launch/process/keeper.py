@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.errors import ForeignData
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import process_tree
-from phalanx.launch.zygote_messages import FreshStore
+from phalanx.launch.process.zygote_messages import FreshStore
 from phalanx.store import tcp_store
 
 _ZYGOTE_SECONDS = 15.0

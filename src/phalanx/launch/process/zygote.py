@@ -23,8 +23,7 @@ from phalanx.fd_channel import Channel
 from phalanx.launch.process import keeper, oom_score, process_tree, torch_setup, worker
 from phalanx.launch.process.fresh_modules import Disguise
 from phalanx.launch.process.worker import FOR_THE_WORKERS
-from phalanx.launch.spec.launch_spec import WorkerSpec
-from phalanx.launch.zygote_messages import (
+from phalanx.launch.process.zygote_messages import (
     CannotFork,
     Exited,
     ImportFailed,
@@ -40,6 +39,7 @@ from phalanx.launch.zygote_messages import (
     Sweep,
     Swept,
 )
+from phalanx.launch.spec.launch_spec import WorkerSpec
 from phalanx.system import procfs
 
 _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")

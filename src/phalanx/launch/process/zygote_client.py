@@ -21,8 +21,7 @@ from phalanx.errors import ForeignData, LaunchError
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import helper_processes, python_command
 from phalanx.launch.process.helper_processes import HelperLost, how_ended
-from phalanx.launch.spec.launch_spec import WorkerSpec
-from phalanx.launch.zygote_messages import (
+from phalanx.launch.process.zygote_messages import (
     CannotFork,
     Event,
     Exited,
@@ -39,6 +38,7 @@ from phalanx.launch.zygote_messages import (
     Sweep,
     Swept,
 )
+from phalanx.launch.spec.launch_spec import WorkerSpec
 from phalanx.system import procfs
 
 _MESSAGE_SECONDS, _SWEEP_SECONDS, _STORE_SECONDS, _END_SECONDS = 10.0, 20.0, 60.0, 12.0

@@ -12,13 +12,13 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from phalanx import messages, secret
 from phalanx.errors import ForeignData, PhalanxError, UsageError
-from phalanx.launch import parse
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.spec import network, preflight
 from phalanx.launch.spec.launch_spec import LaunchSpec
@@ -26,15 +26,22 @@ from phalanx.launch.spec.launch_spec import LaunchSpec
 T = TypeVar("T")
 
 
-def main() -> None:
-    """Entry of the process that a way starts; exits with the agent's code."""
+Parse = Callable[..., tuple[LaunchSpec, bool]]
+Run = Callable[[LaunchSpec, Mapping[str, str]], int]
+
+
+def main(parse: Parse, parse_launch: Parse, run: Run) -> NoReturn:
+    """Runs the agent of this host and exits with its code.
+
+    ``parse``, ``parse_launch``: the command lines of `phalanx run` and `python -m phalanx.launch`; ``run``: the agent.
+    """
     lifeline = Lifeline()
     order = lifeline.next_message(wire_protocol.Order)
     if order is None:
         sys.exit(1)
     secret.keep(order.secret)
     try:
-        spec = _prepare(order)
+        spec = _prepare(order, parse_launch if order.is_launch else parse)
         _tell(_hello(order, spec), order.name)
     except PhalanxError as error:
         _tell(wire_protocol.Refused(str(error)), order.name)
@@ -45,12 +52,10 @@ def main() -> None:
     if go.master_addr is not None:
         spec = messages.replace(spec, master_addr=go.master_addr, master_port=go.master_port)
     threading.Thread(target=lifeline.obey, name="lifeline", daemon=True).start()
-    sys.exit(_run(spec, order.name))
+    sys.exit(_run(spec, order.name, run))
 
 
-def _run(spec: LaunchSpec, node: str) -> int:
-    from phalanx.launch.start import run
-
+def _run(spec: LaunchSpec, node: str, run: Run) -> int:
     try:
         code = run(spec, os.environ)
     except PhalanxError as error:
@@ -62,7 +67,7 @@ def _run(spec: LaunchSpec, node: str) -> int:
     return code
 
 
-def _prepare(order: wire_protocol.Order) -> LaunchSpec:
+def _prepare(order: wire_protocol.Order, parse: Parse) -> LaunchSpec:
     """This process becomes one like the conductor's: its directory, its variables, its command line."""
     try:
         os.chdir(order.directory)
@@ -84,8 +89,7 @@ def _prepare(order: wire_protocol.Order) -> LaunchSpec:
     if order.slots is not None:
         overrides["nproc_per_node"] = str(order.slots)
     sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order.is_launch else ["phalanx", "run"]), *order.argv]
-    read = parse.parse_launch if order.is_launch else parse.parse
-    spec, _ = read(order.argv, os.environ, overrides)
+    spec, _ = parse(order.argv, os.environ, overrides)
     spec = messages.replace(spec, node_name=order.name)
     preflight.check(spec)
     return spec

@@ -96,7 +96,7 @@ def _remote() -> list[str]:
     """The agents must be of the same phalanx as what they start, and that finds it by PYTHONPATH if we did."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     ahead = SYS_PATH_ENTRY in (str(Path(entry).absolute()) for entry in path if entry)
-    return python_command.command("phalanx.launch.remote.remote_agent.main()", ahead=ahead)
+    return python_command.command("phalanx.launch.command.remote()", ahead=ahead)
 
 
 def _options(ssh: Sequence[str], host: Host) -> list[str]:
