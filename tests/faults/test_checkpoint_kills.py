@@ -25,8 +25,8 @@ from torch import nn
 
 import phalanx as px
 from phalanx import world as worlds
-from phalanx.checkpoint.catalog import Shelf
-from phalanx.checkpoint.storage.base import open_place
+from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.storage.base import open_storage
 from phalanx.errors import CheckpointError, PeerFailed
 from phalanx.store.join import Claim, Meeting
 from phalanx.world import World
@@ -125,7 +125,7 @@ def _check(path: Path, at_least: int) -> int:
     model = _model(-1)
     checkpointer = px.Checkpointer(path)
     state = checkpointer.load_latest(px.State(model=model, extra={"of": -1}))
-    assert not [entry.problem for entry in Shelf(open_place(path)).entries() if entry.problem]
+    assert not [entry.problem for entry in Catalog(open_storage(path)).entries() if entry.problem]
     if state is None:
         assert at_least == 0
         return 0

@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.fd_channel import Channel
 from phalanx.launch.process.helper_processes import HelperLost
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.system import ports, procfs
 from tests.conftest import WITHOUT_TORCH, start, told
 
@@ -153,7 +153,7 @@ def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(procfs, "stat", lambda pid: sleeping)  # as it was a moment ago
     ours, theirs = Channel.pair()
     theirs.close()
-    nursery = Nursery.__new__(Nursery)
+    nursery = ZygoteClient.__new__(ZygoteClient)
     nursery._keeper, nursery._keeper_pid, nursery._stores, nursery._answers_due = ours, gone.pid, 1, 0
     with pytest.raises(HelperLost, match=rf"hosts the store \(pid {gone.pid}\) has ended"):
         nursery.fresh_store()
@@ -161,7 +161,7 @@ def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyP
 
 def test_a_zygote_that_ends_before_it_has_started_the_keeper() -> None:
     with ports.listen(ports.LOOPBACK, 0) as listener:
-        nursery = Nursery(os.environ, start_method="exec", listener=listener)
+        nursery = ZygoteClient(os.environ, start_method="exec", listener=listener)
     try:
         nursery._process.kill()
         nursery._process.wait()

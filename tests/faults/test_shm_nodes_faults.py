@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.shm.hierarchical.failure_store import Alarm
+from phalanx.shm.hierarchical.failure_store import FailureStore
 from phalanx.shm.node.failures import PeerLost
 from phalanx.world import World
 from tests.faults.test_shm_faults import MISMATCHES, _swap, expect_an_interrupt, interrupt_a_wait
@@ -94,7 +94,7 @@ def lose_a_rank(world: World, victim: int, how: str) -> tuple[str, str, float]:
     if how == "on the rails" and world.rank == victim:
         from phalanx.shm.hierarchical import gloo_groups
 
-        gloo_groups.Rail.all_reduce = lambda *_: die()  # type: ignore
+        gloo_groups.GlooGroup.all_reduce = lambda *_: die()  # type: ignore
     elif world.rank == victim:
         time.sleep(0.3)  # so that the others wait already
         die()
@@ -145,7 +145,7 @@ def test_a_rank_is_killed_while_the_group_is_formed() -> None:
         if world.rank == 3:
             from phalanx.shm.hierarchical import gloo_groups
 
-            gloo_groups.Rail.__init__ = lambda *_: die()  # type: ignore
+            gloo_groups.GlooGroup.__init__ = lambda *_: die()  # type: ignore
         group: Any = None
 
         def form_and_use() -> None:
@@ -266,13 +266,13 @@ class SilentStore:
 
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     store = SilentStore()
-    alarm = Alarm(store)
+    alarm = FailureStore(store)
     started = time.monotonic()
     assert alarm.cause() is None
     assert alarm.is_silent
     assert str(alarm.raise_with(PeerLost("rank 1 is gone."))) == "rank 1 is gone."
     assert time.monotonic() - started < 2
-    later = Alarm(store)
+    later = FailureStore(store)
     assert later.cause() is None
     store.value = b'["PeerLost", "rank 2 is gone."]'
     store.link.set()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.world import World
 
@@ -116,7 +116,7 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
                 return os.mkdir, (f"{path}/owned",)
 
         evil = pickle.dumps(Payload())
-        council = Council()
+        council = Coordinator()
         told = []
         for content in (evil, b"[[" * 100_000, b'"a str"', json.dumps({"step": 1}).encode()):
             council._store.set("there", content)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from phalanx import backends, env, notices, shm
 from phalanx.errors import JoinError, UsageError
-from phalanx.launch.agent.attempt_run import Watch
-from phalanx.launch.agent.rank_process import Member
+from phalanx.launch.agent.attempt_run import AttemptRun
+from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.spec.launch_spec import placements
 from phalanx.store import vote
 
@@ -202,7 +202,7 @@ def test_with_a_gpu_the_backend_of_torchs_own_choice_is_left_alone(monkeypatch: 
 
 
 def test_a_rank_can_report_one_printable_line_only() -> None:
-    member = Member(placements([1])[0])
+    member = RankProcess(placements([1])[0])
     os.write(member.report_writer, json.dumps({"notice": "a\x1b[2J\nb" + "c" * 1000}).encode() + b"\n")
     member.read_report()
     member.close()
@@ -213,8 +213,8 @@ def test_all_notices_of_one_read_are_passed_on() -> None:
     said: list[str] = []
     nursery: Any = socket.socket()
     with selectors.DefaultSelector() as selector, nursery:
-        watch = Watch(nursery, selector, 1.0, say=said.append)
-        member = Member(placements([1])[0])
+        watch = AttemptRun(nursery, selector, 1.0, say=said.append)
+        member = RankProcess(placements([1])[0])
         for text in ("a", "b", "a"):
             os.write(member.report_writer, json.dumps({"notice": text}).encode() + b"\n")
         watch._read_report(member)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.checkpoint import command, flatten, schedule, sharding
-from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.flatten import Piece
 from phalanx.checkpoint.storage import local
-from phalanx.checkpoint.storage.base import Fact, open_place
+from phalanx.checkpoint.storage.base import Fact, open_storage
 from phalanx.checkpoint.storage.manifest import Broken, Chunk, Described, Manifest, decode
 from phalanx.errors import CheckpointError, UsageError
 
@@ -299,7 +299,7 @@ def test_behind_fsspec_the_manifest_makes_a_checkpoint(
     with monkeypatch.context() as patch:  # half of it is removed
         patch.setattr(type(fs), "rm", broken_disk)
         with pytest.raises(OSError, match="Input/output error"):
-            open_place(memory).remove(Shelf(open_place(memory)).whole()[0].directory)
+            open_storage(memory).remove(Catalog(open_storage(memory)).whole()[0].directory)
     assert loaded(memory) == 2
     with pytest.raises(UsageError, match="nosuch://x cannot be opened: Protocol not known"):
         px.Checkpointer("nosuch://x")
@@ -496,7 +496,7 @@ def test_a_manifest_says_what_it_said(tmp_path: Path) -> None:
             decode(content)
     later = json.loads(manifest.encode())
     assert later["version"] == 2
-    assert Shelf(open_place(tmp_path)).entries() == []
+    assert Catalog(open_storage(tmp_path)).entries() == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="is a file, not a directory of checkpoints"):
-        Shelf(open_place(tmp_path / "file")).entries()
+        Catalog(open_storage(tmp_path / "file")).entries()

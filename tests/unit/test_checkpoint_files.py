@@ -15,7 +15,7 @@ from torch import nn
 
 import phalanx as px
 from phalanx.checkpoint import command
-from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.storage import manifest
 from phalanx.checkpoint.storage.local import Local
 from phalanx.errors import CheckpointError, UsageError
@@ -71,7 +71,7 @@ def test_an_error_without_a_text_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> bool:
         raise ConnectionAbortedError
 
-    monkeypatch.setattr(Council, "hand_in", fail)
+    monkeypatch.setattr(Coordinator, "hand_in", fail)
     with px.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, extra={"a": torch.ones(1)})
         with pytest.raises(CheckpointError, match=r"could not be agreed on: ConnectionAbortedError$"):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import phalanx as px
 from phalanx.checkpoint import command
-from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.storage import manifest, shard_file, values
 from phalanx.checkpoint.storage.local import Local
 from phalanx.checkpoint.storage.manifest import Broken
@@ -105,7 +105,7 @@ def test_no_checkpoint_is_published_that_cannot_be_read(
     with pytest.raises(UsageError, match="step is 1000000000000000000; give"):
         checkpointer.save(10**18)
     assert checkpointer.steps() == []
-    monkeypatch.setattr(Shelf, "prune", lambda *_: {}["no OSError"])
+    monkeypatch.setattr(Catalog, "prune", lambda *_: {}["no OSError"])
     checkpointer.save(2)
     assert checkpointer.steps() == [2]
     assert "step 2 is saved, but an old checkpoint in" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from phalanx.events import (
     SharedMemory,
 )
 from phalanx.failure import crash_dump, failure_text
-from phalanx.failure.crash_loop import Repetition, identity
+from phalanx.failure.crash_loop import CrashLoop, identity
 from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_consequence
 from phalanx.source_lines import shorten_path
 
@@ -319,7 +319,7 @@ def test_an_ending_survives_the_way_to_another_node() -> None:
 
 
 def is_loop(*failures: Ending) -> bool:
-    repetition = Repetition()
+    repetition = CrashLoop()
     return [repetition.add(identity(cause), cause.time, [cause]) for cause in failures][-1]
 
 

@@ -18,23 +18,23 @@ import pytest
 from phalanx import messages
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
-from phalanx.status import Collective, Group, Place, Status, rank_record
+from phalanx.status import CodeLine, Collective, Group, Status, rank_record
 from phalanx.status.rank_record import Child, RankRecord, ThreadDeath, Vitals
 from phalanx.status.stack_parser import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy
 from phalanx.system import procfs, tcp_bytes
 from phalanx.watchdog.stall.classify import find_hang
-from phalanx.watchdog.stall.dump_file import dossier, stack_lines
-from phalanx.watchdog.stall.proc_sampler import Chart
+from phalanx.watchdog.stall.dump_file import dump_lines, stack_lines
+from phalanx.watchdog.stall.proc_sampler import ProcSampler
 from phalanx.watchdog.stall.stall_text import go_on, headline, those, verdict_lines
-from phalanx.watchdog.stall.threshold import Sighting, patience, sighting_of
+from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
-STEP = Place("train.py", 48, "step")
+STEP = CodeLine("train.py", 48, "step")
 CALLS = {"train.py:48": "loss.backward()", "train.py:60": "dist.broadcast(x, 0)", "train.py:61": "dist.barrier()"}
 LIBRARY = "/usr/lib/python3.11/"
 TORCH = LIBRARY + "site-packages/torch/"
 
 
-def call(number: int = 812, op: str = "all_reduce", state: str = "running", place: Place | None = STEP, **more):
+def call(number: int = 812, op: str = "all_reduce", state: str = "running", place: CodeLine | None = STEP, **more):
     known = {"group": "0", "dtype": "float32", "size": 25_557_032, "peer": None, **more}
     ended = 2.0 if state == "done" else None
     return Collective(
@@ -84,7 +84,7 @@ def told(records: Sequence[RankRecord]) -> list[str]:
     lines = verdict_lines(hang)
     assert len(lines) <= 13
     assert all(len(one) <= 160 for one in [*lines, headline(hang)])
-    assert "rank" in dossier(records, lines)
+    assert "rank" in dump_lines(records, lines)
     return lines
 
 
@@ -293,7 +293,7 @@ def test_a_thread_has_died_that_is_waited_for() -> None:
 
 
 def test_joining_and_rank_zero_first() -> None:
-    joining = [call(0, "init_process_group", group="", dtype="", size=0, place=Place("train.py", 5, "<module>"))]
+    joining = [call(0, "init_process_group", group="", dtype="", size=0, place=CodeLine("train.py", 5, "<module>"))]
     early = {"groups": (), "updates": 0, "step": 0, "phase": "joining"}
     records = [rank(0, *joining, page=early), rank(1, page={**early, "phase": "started"}, lines=[SLEEP])]
     assert told(records)[1:3] == [
@@ -330,7 +330,7 @@ def test_messages() -> None:
 
 
 def test_ranks_have_called_different_collectives() -> None:
-    other = call(op="broadcast", place=Place("train.py", 60, "evaluate"), size=10)
+    other = call(op="broadcast", place=CodeLine("train.py", 60, "evaluate"), size=10)
     records = [waiter(0), rank(1, other), waiter(2)]
     assert told(records) == [
         "no rank has made progress for 31 s: they have called different collectives",
@@ -345,7 +345,7 @@ def test_ranks_have_called_different_collectives() -> None:
 
 def test_ranks_have_parted_before() -> None:
     """Some backends let two different calls pass, and hang at a later one."""
-    parted = call(811, "barrier", "done", Place("train.py", 61, "evaluate"), dtype="", size=0)
+    parted = call(811, "barrier", "done", CodeLine("train.py", 61, "evaluate"), dtype="", size=0)
     lines = told([waiter(0, of=2), rank(1, parted, call(812), of=2)])
     assert lines[0].endswith(": they have called different collectives")
     assert (
@@ -470,8 +470,8 @@ def test_small_words() -> None:
 # ---- when it is a stall
 
 SAME = ("0", 812, "all_reduce", 10)
-GONE = Sighting(0, has_ended=True, is_gone=True)
-WAITS, IDLE, WORKS = Sighting(0, waits_in=SAME), Sighting(1), Sighting(1, works=True)
+GONE = Observation(0, has_ended=True, is_gone=True)
+WAITS, IDLE, WORKS = Observation(0, waits_in=SAME), Observation(1), Observation(1, works=True)
 
 
 @pytest.mark.parametrize(
@@ -480,39 +480,39 @@ WAITS, IDLE, WORKS = Sighting(0, waits_in=SAME), Sighting(1), Sighting(1, works=
         ("one is missing and does nothing", [WAITS, IDLE], 30),
         ("one is missing and works", [WAITS, WORKS], 120),
         ("it works, and nobody has made a step yet", [WAITS, WORKS], 300),
-        ("it has not even joined, and works", [WAITS, Sighting(1, works=True, has_joined=False)], 120),
-        ("it saves a checkpoint", [WAITS, Sighting(1, works=True, phase="checkpoint")], None),
-        ("it saves a checkpoint, and does nothing", [WAITS, Sighting(1, phase="checkpoint")], 30),
+        ("it has not even joined, and works", [WAITS, Observation(1, works=True, has_joined=False)], 120),
+        ("it saves a checkpoint", [WAITS, Observation(1, works=True, phase="checkpoint")], None),
+        ("it saves a checkpoint, and does nothing", [WAITS, Observation(1, phase="checkpoint")], 30),
         ("all wait in the same, and nothing happens", [WAITS, WAITS], 30),
-        ("all wait in the same, and bytes move", [WAITS, Sighting(1, waits_in=SAME, works=True, moves=True)], None),
-        ("all wait in the same, and compute", [WAITS, Sighting(1, waits_in=SAME, works=True)], 300),
-        ("they wait in different ones", [WAITS, Sighting(1, waits_in=("0", 812, "barrier", 0))], 30),
+        ("all wait in the same, and bytes move", [WAITS, Observation(1, waits_in=SAME, works=True, moves=True)], None),
+        ("all wait in the same, and compute", [WAITS, Observation(1, waits_in=SAME, works=True)], 300),
+        ("they wait in different ones", [WAITS, Observation(1, waits_in=("0", 812, "barrier", 0))], 30),
         ("nobody waits, and nobody does anything", [IDLE, IDLE], 30),
         ("nobody waits, and one works", [IDLE, WORKS], None),
-        ("nobody waits, and one has ended", [IDLE, Sighting(1, has_ended=True)], 300),
-        ("one has come to its end and works there", [Sighting(1, has_ended=True, works=True), GONE], None),
-        ("one has come to its end and does nothing", [Sighting(1, has_ended=True), GONE], 300),
+        ("nobody waits, and one has ended", [IDLE, Observation(1, has_ended=True)], 300),
+        ("one has come to its end and works there", [Observation(1, has_ended=True, works=True), GONE], None),
+        ("one has come to its end and does nothing", [Observation(1, has_ended=True), GONE], 300),
         ("all have ended", [GONE, GONE], None),
-        ("one waits for another that has ended", [WAITS, Sighting(1, has_ended=True)], 30),
-        ("nobody has joined", [Sighting(0, has_joined=False), Sighting(1, has_joined=False)], None),
+        ("one waits for another that has ended", [WAITS, Observation(1, has_ended=True)], 30),
+        ("nobody has joined", [Observation(0, has_joined=False), Observation(1, has_joined=False)], None),
         ("there is only one", [IDLE], None),
     ],
 )
-def test_patience(why: str, sightings: list[Sighting], seconds: float | None) -> None:
+def test_patience(why: str, sightings: list[Observation], seconds: float | None) -> None:
     if "yet" in why:
         sightings = [messages.replace(one, has_stepped=False) for one in sightings]
-    assert patience(sightings, 30.0) == seconds, why
+    assert stall_threshold(sightings, 30.0) == seconds, why
 
 
 def test_what_counts_as_work() -> None:
     """Also that of the processes that a rank has started."""
-    assert not sighting_of(laggard()).works
+    assert not observation_of(laggard()).works
     for vitals in ({"cpu": 0.3}, {"wants_cpu": True}, {"bytes_moved": 1e6}, {"waits_for_disk": True, "state": "D"}):
-        assert sighting_of(laggard(vitals=vitals)).works
-    assert sighting_of(laggard(children=(loader_worker(201, cpu=0.9),))).works
-    assert sighting_of(waiter(0)).waits_in == ("0", 812, "all_reduce", 25_557_032)
-    assert sighting_of(rank(0, call(0, "init_process_group", "done", group=""), page={"groups": ()})).has_joined
-    assert not sighting_of(rank(0, page={"groups": ()})).has_joined
+        assert observation_of(laggard(vitals=vitals)).works
+    assert observation_of(laggard(children=(loader_worker(201, cpu=0.9),))).works
+    assert observation_of(waiter(0)).waits_in == ("0", 812, "all_reduce", 25_557_032)
+    assert observation_of(rank(0, call(0, "init_process_group", "done", group=""), page={"groups": ()})).has_joined
+    assert not observation_of(rank(0, page={"groups": ()})).has_joined
 
 
 # ---- stacks
@@ -612,7 +612,7 @@ def test_what_connections_move() -> None:
 def test_a_chart_of_a_process_and_its_child() -> None:
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        chart = Chart(window=10.0)
+        chart = ProcSampler(window=10.0)
         chart.look([os.getpid()], now=100.0)
         deadline = time.monotonic() + 20
         while chart.span == 0.0 or not (found := chart.vitals(child.pid)) or found.cpu < 0.05:

@@ -20,16 +20,16 @@ from phalanx.launch import parse as launch_parse
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.process import python_command
 from phalanx.launch.remote import compatibility, forwarded_env, transports
-from phalanx.launch.remote.host_connection import Outpost
+from phalanx.launch.remote.host_connection import HostConnection
 from phalanx.launch.spec import hosts
-from phalanx.launch.spec.launch_spec import Fleet, Host, LaunchSpec
+from phalanx.launch.spec.launch_spec import Host, HostList, LaunchSpec
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
     return launch_parse.parse(list(argv), environ)[0]
 
 
-def fleet(*argv: str, **environ: str) -> Fleet:
+def fleet(*argv: str, **environ: str) -> HostList:
     found = parse(*argv, "train.py", **environ).fleet
     assert found is not None
     return found
@@ -118,7 +118,7 @@ def test_a_hostfile_that_is_wrong(content: str | None, sentence: str, tmp_path: 
     ],
 )
 def test_flags_beside_hosts(flags: list[str], sentence: str) -> None:
-    assert fleet("-H", "a,b", "--nnodes", "2", "--ssh", "ssh -p 7", "--export", "A, B") == Fleet(
+    assert fleet("-H", "a,b", "--nnodes", "2", "--ssh", "ssh -p 7", "--export", "A, B") == HostList(
         (Host("a"), Host("b")), "ssh", ("ssh", "-p", "7"), ("A", "B")
     )
     with pytest.raises(UsageError, match=sentence):
@@ -172,7 +172,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("scontrol")
 def test_an_allocation_of_slurm() -> None:
-    assert fleet(**BATCH) == Fleet((Host("gpu1"), Host("gpu2")), "srun")
+    assert fleet(**BATCH) == HostList((Host("gpu1"), Host("gpu2")), "srun")
     assert fleet("-H", "a,b", **BATCH).way == "ssh", "who names hosts is asked nothing"
     for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--node-rank", "1"]):
         assert parse(*flags, "train.py", **BATCH).fleet is None
@@ -213,7 +213,7 @@ def test_the_users_settings_win(tmp_path: Path) -> None:
     config.write_text("Host b\n  ServerAliveInterval 60\n  ConnectTimeout 7\n  ControlMaster auto\n")
     ssh = ("ssh", "-F", str(config), "-o", "BatchMode=no")
     for name, interval, timeout in (("a", "5", "20"), ("b", "60", "7")):
-        way = transports.find_way(Host(name, 2, "me"), Fleet((), "ssh", ssh))
+        way = transports.find_transport(Host(name, 2, "me"), HostList((), "ssh", ssh))
         assert way.command[-2] == f"me@{name}"
         command = [*way.command[:-2], "-G", way.command[-2]]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -224,9 +224,9 @@ def test_the_users_settings_win(tmp_path: Path) -> None:
 
 
 def test_command_lines() -> None:
-    here = transports.find_way(Host("localhost"), Fleet(()))
+    here = transports.find_transport(Host("localhost"), HostList(()))
     assert (here.kind, list(here.command)) == ("here", REMOTE)
-    srun = transports.find_way(Host("gpu1"), Fleet((), "srun"))
+    srun = transports.find_transport(Host("gpu1"), HostList((), "srun"))
     assert srun.command[0] == "srun"
     assert "--nodelist=gpu1" in srun.command
     assert list(srun.command[-len(REMOTE) :]) == REMOTE
@@ -255,7 +255,7 @@ def test_command_lines() -> None:
     ],
 )
 def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentence: str) -> None:
-    assert sentence in transports.Way(Host("n", None, "me"), kind, ()).why_not_started(code, said)
+    assert sentence in transports.Transport(Host("n", None, "me"), kind, ()).why_not_started(code, said)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentenc
     ],
 )
 def test_why_a_way_is_lost(kind: str, code: int, said: list[str], sentence: str) -> None:
-    assert sentence in transports.Way(Host("n"), kind, ()).why_lost(code, said)
+    assert sentence in transports.Transport(Host("n"), kind, ()).why_lost(code, said)
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_messages_among_lines(run_secret: None) -> None:
     text = b"Welcome!\n" + first + b"[rank 0] one\nhalf" + message + foreign
     for size in (1, 3, 7, len(text)):
         heard: list[object] = []
-        sieve = wire_protocol.Sieve(wire_protocol.Inbox("n", heard.append))
+        sieve = wire_protocol.MessageFilter(wire_protocol.Inbox("n", heard.append))
         kept = b""
         for at in range(0, len(text), size):
             kept += sieve.feed(text[at : at + size])
@@ -306,11 +306,11 @@ def test_messages_among_lines(run_secret: None) -> None:
             assert kept == b"[rank 0] one\nhalf\n" + foreign + b"\n"
 
 
-def outpost(name: str, node: int, kind: str, **hello: Any) -> Outpost:
+def outpost(name: str, node: int, kind: str, **hello: Any) -> HostConnection:
     """One that has answered."""
     told = messages.replace(wire_protocol.Hello("3.11", "2.13.0", "1", 2, 4000, None, None, None), **hello)
-    way = transports.Way(Host(name), kind, ())
-    return cast(Outpost, SimpleNamespace(name=name, node=node, way=way, hello=told))
+    way = transports.Transport(Host(name), kind, ())
+    return cast(HostConnection, SimpleNamespace(name=name, node=node, way=way, hello=told))
 
 
 def test_where_they_meet() -> None:
@@ -337,5 +337,5 @@ def test_whether_they_fit() -> None:
 
 
 def test_what_an_agent_says(run_secret: None) -> None:
-    assert wire_protocol.spoken(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
-    assert wire_protocol.spoken(["one", " two"], "verdict", "n1").startswith(wire_protocol.MARK)
+    assert wire_protocol.agent_line(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
+    assert wire_protocol.agent_line(["one", " two"], "verdict", "n1").startswith(wire_protocol.MARK)

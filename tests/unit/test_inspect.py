@@ -17,7 +17,7 @@ from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
 from phalanx.diagnose.rank_table import RankLook, Row, row
 from phalanx.run_records import HangRecord, ReportFile, RunFile
-from phalanx.status import Collective, Place, Status, Window, layout
+from phalanx.status import CodeLine, Collective, Status, Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import Line, Thread
 from phalanx.system.procfs import ProcessFacts
@@ -25,7 +25,7 @@ from phalanx.system.procfs import ProcessFacts
 NOW = 1_000_000.0
 WAITS = Collective(
     *("0", 12, "all_reduce", "float32", 110, None, "running", NOW - 30, NOW - 30, None),
-    Place("/home/ada/train.py", 33, "train"),
+    CodeLine("/home/ada/train.py", 33, "train"),
 )
 OWN = ProcessFacts(4711, "S", 1, 0, 1.0, 1, 7, 312 << 20, 0.0, swapped=0, queued=0.0, moved=0)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.logs import LineCutter, LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.output.logs import LineSplitter, LogFile, OutputPipe, OutputRoute, Tail, rank_prefix
 
 
 def cut(*pieces: bytes) -> bytes:
-    cutter = LineCutter(b"> ")
+    cutter = LineSplitter(b"> ")
     return b"".join(cutter.feed(piece) for piece in pieces) + cutter.finish()
 
 
@@ -48,7 +48,7 @@ def test_a_bar_with_a_position_is_no_line_for_each_state(size: int) -> None:
     inner = [b"\n\n\r\x1b[32msteps: %d/9\x1b[0m\x1b[A\x1b[A" % step for step in range(9)]
     cleared = b"\n\n\r            \r\x1b[A\x1b[A"
     written = outer[0] + b"".join(inner) + cleared + outer[1] + b"".join(inner) + b"\rsteps: 9/9\n" + outer[2] + b"\n"
-    cutter, tail = LineCutter(b"[rank 0] "), Tail()
+    cutter, tail = LineSplitter(b"[rank 0] "), Tail()
     shown = b""
     for start in range(0, len(written), size):
         shown += cutter.feed(written[start : start + size])
@@ -60,7 +60,7 @@ def test_a_bar_with_a_position_is_no_line_for_each_state(size: int) -> None:
 
 
 def test_what_is_unfinished_can_be_shown_live() -> None:
-    cutter = LineCutter(b"> ")
+    cutter = LineSplitter(b"> ")
     assert cutter.feed(b"(Pdb) ") == b""
     assert cutter.unfinished() == b"> (Pdb) "
     assert not cutter.is_progress
@@ -69,7 +69,7 @@ def test_what_is_unfinished_can_be_shown_live() -> None:
 
 
 def test_memory_is_bounded_without_newlines() -> None:
-    cutter = LineCutter(b"")
+    cutter = LineSplitter(b"")
     out = b"".join(cutter.feed(b"x" * 65536) for _ in range(64))
     assert out.replace(b"\n", b"") == b"x" * len(out.replace(b"\n", b""))
     assert len(cutter.unfinished()) <= 1 << 20
@@ -92,10 +92,10 @@ def test_tail_keeps_the_last_lines() -> None:
 def test_a_slow_reader_stops_the_loud_rank_and_not_the_quiet_one(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     console = Console(out=writer, err=writer)
-    resumed: list[Pump] = []
+    resumed: list[OutputPipe] = []
     complaints: list[str] = []
     logs = [LogFile(tmp_path / f"{name}.log", complaints.append) for name in ("loud", "quiet")]
-    loud, quiet = (Pump(Route([log], Tail(), writer, b""), console, resumed.append) for log in logs)
+    loud, quiet = (OutputPipe(OutputRoute([log], Tail(), writer, b""), console, resumed.append) for log in logs)
     written = 0
     while not loud.paused:
         os.write(loud.writer, b"x" * 1023 + b"\n")

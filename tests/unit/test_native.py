@@ -39,7 +39,7 @@ def build(compiler: str, directory: Path) -> tuple[Path, str]:
     environment = {**os.environ, "CC": str(program), "LDSHARED": f"{program} -shared"}
     command = [sys.executable, str(REPOSITORY / "setup.py"), "-q", *options]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=True)
-    return place / "phalanx" / "shm", done.stdout + done.stderr
+    return place / "phalanx" / "native", done.stdout + done.stderr
 
 
 def test_options_of_gcc_are_left_out_for_other_compilers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from phalanx.failure import oom
 from phalanx.failure.oom import Counters, Shortage
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.system import procfs
-from phalanx.watchdog.memory import MemoryWatch
+from phalanx.watchdog.memory import MemoryWatchdog
 
 GIB = 1 << 30
 
@@ -160,7 +160,7 @@ def endings(members: list[Any]) -> list[Ending]:
 
 
 def explained(machine: Machine, members: list[Any], kills: int) -> list[Ending]:
-    watch = MemoryWatch(machine.counters())
+    watch = MemoryWatchdog(machine.counters())
     machine.v2("job", 2 * GIB, kills=kills, shortages=kills)
     watch.turn(members, 0.0)
     return watch.explain(endings(members))

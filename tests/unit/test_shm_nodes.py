@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.shm.hierarchical import flat_tensors, reduction_plan
-from phalanx.shm.hierarchical.topology import Nodes, cut, pieces, sort_into_nodes
+from phalanx.shm.hierarchical.topology import Topology, cut, pieces, sort_into_nodes
 from phalanx.shm.node.tensors import REDUCE_NAMES
 
 
@@ -24,8 +24,8 @@ def test_ranks_are_sorted_into_nodes() -> None:
     assert nodes.leader_of(0) == 0
     assert nodes.leader_of(1) == 1
     assert nodes.is_even_here
-    assert not Nodes(nodes.members, 0).is_even_here
-    assert not Nodes(nodes.members, 4).has_rail
+    assert not Topology(nodes.members, 0).is_even_here
+    assert not Topology(nodes.members, 4).has_rail
 
 
 def test_the_region_of_a_node() -> None:

@@ -15,7 +15,7 @@ import pytest
 from phalanx import events, messages, status
 from phalanx.errors import ForeignData
 from phalanx.launch.agent import crew
-from phalanx.launch.agent.watchdogs import Sentries
+from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.run_records import HangRecord
 from phalanx.status import layout
@@ -25,9 +25,9 @@ from phalanx.system import procfs
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.stall import across_nodes, progress, snapshot, stack_dump, stall_detector
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallOver, StallSnapshot, StallVerdict
-from phalanx.watchdog.stall.progress import Vigil
-from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
-from phalanx.watchdog.stall.threshold import Sighting
+from phalanx.watchdog.stall.progress import ProgressMonitor
+from phalanx.watchdog.stall.stall_detector import StallDetector, Terms
+from phalanx.watchdog.stall.threshold import Observation
 from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport
 
 STALL_AFTER = 0.5
@@ -66,8 +66,8 @@ class Ranks:
     def call(self, rank: int, op: int) -> int:
         return self.pages[rank].begin(layout.kind_of(self.groups[rank], op, 1), 1, 10)
 
-    def watch(self, exchange: StallExchange, stall_after: float = STALL_AFTER) -> StallWatch:
-        return StallWatch(Terms(stall_after, kills=False), self.directory, "runs/x", exchange, lambda: None)
+    def watch(self, exchange: StallExchange, stall_after: float = STALL_AFTER) -> StallDetector:
+        return StallDetector(Terms(stall_after, kills=False), self.directory, "runs/x", exchange, lambda: None)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
         sleeper.wait()
 
 
-def look(watch: StallWatch, ranks: Ranks, seconds: float) -> list[StallVerdict]:
+def look(watch: StallDetector, ranks: Ranks, seconds: float) -> list[StallVerdict]:
     """Turns the watch until it says something, at most for so long by its clock."""
     deadline = ranks.clock.monotonic() + seconds
     while ranks.clock.monotonic() < deadline:
@@ -146,7 +146,7 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     published: list[bytes] = []
     exchange = StallExchange(Exchange(0, 0, range(2), {}, lambda topic, body, to_all: published.append(body)))
     watch = ranks.watch(exchange)
-    without = messages.encode(StallSnapshot(30.0, (Sighting(2),)))
+    without = messages.encode(StallSnapshot(30.0, (Observation(2),)))
     assert not look(watch, ranks, 1.0)
     (own,) = map(decoded, published)
     assert own.records is None, "the other node makes progress, so no rank need be asked"
@@ -155,7 +155,7 @@ def test_the_judge_waits_for_all_nodes(ranks: Ranks) -> None:
     assert len(published) == 2
     exchange.receive(1, messages.encode(StallOver()))
     record = RankRecord(2, "elsewhere", quiet=31.0, vitals=Vitals(7, "S"))
-    complete = messages.encode(StallSnapshot(30.0, (Sighting(2),), (record,)))
+    complete = messages.encode(StallSnapshot(30.0, (Observation(2),), (record,)))
     assert not look(watch, ranks, 1.0)
     exchange.receive(1, complete)
     (verdict,) = look(watch, ranks, LONG)
@@ -170,7 +170,7 @@ def test_a_node_that_does_not_judge(ranks: Ranks) -> None:
     published: list[bytes] = []
     exchange = StallExchange(Exchange(1, 0, range(2), {}, lambda topic, body, to_all: published.append(body)))
     watch = ranks.watch(exchange)
-    exchange.receive(0, messages.encode(StallSnapshot(30.0, (Sighting(2),))))
+    exchange.receive(0, messages.encode(StallSnapshot(30.0, (Observation(2),))))
     until(lambda: bool(published) and decoded(published[-1]).records is not None, watch, ranks)
     assert not list(watch.announced())
     verdict = StallVerdict(("a", "b"), HangRecord("h"), kills=True)
@@ -193,7 +193,7 @@ def test_a_snapshot_grows_older_and_a_lost_node_is_not_waited_for(monkeypatch: p
     exchange = Exchange(0, 0, range(3), lost)
     stalls, paces = StallExchange(exchange), PaceExchange(exchange)
     record = RankRecord(2, quiet=40.0)
-    stalls.receive(1, messages.encode(StallSnapshot(30.0, (Sighting(2),), (record,))))
+    stalls.receive(1, messages.encode(StallSnapshot(30.0, (Observation(2),), (record,))))
     paces.receive(1, messages.encode(PaceReport("elsewhere", {}, {})))
     assert stalls.others() is paces.others() is None
     lost[2] = "it has no power"
@@ -206,7 +206,7 @@ def test_a_snapshot_grows_older_and_a_lost_node_is_not_waited_for(monkeypatch: p
 
 def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
     """Not since it was noticed, which may be a second later."""
-    progress = Vigil(ranks.directory, 5.0)
+    progress = ProgressMonitor(ranks.directory, 5.0)
     progress.look(ranks.members, ranks.clock.monotonic())
     ranks.pages[1].enter(layout.DATA)
     written = ranks.clock.monotonic()
@@ -217,7 +217,7 @@ def test_the_seconds_are_those_since_the_page_was_written(ranks: Ranks) -> None:
     assert progress.quiet(now) == pytest.approx(now - written, abs=0.1)
 
 
-def until(done: Callable[[], bool], watch: StallWatch, ranks: Ranks) -> None:
+def until(done: Callable[[], bool], watch: StallDetector, ranks: Ranks) -> None:
     deadline = ranks.clock.monotonic() + LONG
     while not done():
         assert ranks.clock.monotonic() < deadline
@@ -244,7 +244,7 @@ def test_a_name_that_is_cut_in_the_middle_of_a_character() -> None:
 def test_a_look_that_takes_long_is_no_progress(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
-    seen = progress.Vigil(ranks.directory, STALL_AFTER)
+    seen = progress.ProgressMonitor(ranks.directory, STALL_AFTER)
     plain = seen._look
 
     def slow(*arguments: Any) -> bool:
@@ -267,13 +267,13 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
     noted: list[str] = []
     record = SimpleNamespace(note=lambda event, **fields: noted.append(fields["traceback"]))
     voice = SimpleNamespace(say=lambda lines, *_: said.extend(lines))
-    sentries = Sentries(cast(Any, spec), tmp_path, cast(Any, record), cast(Any, voice), lambda: None)
+    sentries = Watchdogs(cast(Any, spec), tmp_path, cast(Any, record), cast(Any, voice), lambda: None)
     sentries.begin("runs/x", Exchange())
 
     def fail(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(StallWatch, "look", fail)
+    monkeypatch.setattr(StallDetector, "look", fail)
     for _ in range(3):
         sentries.turn(cast(Any, SimpleNamespace(members={}, stopping=None)))
     reason = "RuntimeError: can't start new thread"
@@ -288,9 +288,11 @@ def test_a_new_attempt_is_not_taken_for_the_one_before(tmp_path: Path, monkeypat
     for path in paths:
         path.touch()
     seen: list[bool] = []
-    monkeypatch.setattr(crew.Crew, "_start", lambda *_: seen.extend(path.exists() for path in paths))
+    monkeypatch.setattr(crew.RankStarter, "_start", lambda *_: seen.extend(path.exists() for path in paths))
     monkeypatch.setattr(crew, "new_member", lambda *_: None)
     spec = LaunchSpec(Program("script", "x.py"))
-    started = crew.Crew(spec, {}, tmp_path, None, cast(Any, None), cast(Any, SimpleNamespace(resume=None)), print)
+    started = crew.RankStarter(
+        spec, {}, tmp_path, None, cast(Any, None), cast(Any, SimpleNamespace(resume=None)), print
+    )
     started.start(cast(Any, None), placements([1]), ("127.0.0.1", 1234), attempt=1)
     assert seen == [False, False]

@@ -65,7 +65,7 @@ def test_collectives(path: Path) -> None:
     assert (second.op, second.dtype, second.size, second.peer) == ("recv", "bfloat16", 5, 7)
     assert found.open_collective == third
     assert (found.ended, found.waited) == (2, 0.75)
-    assert third.place == status.Place(__file__, all_reduce.__code__.co_firstlineno + 1, "all_reduce")
+    assert third.place == status.CodeLine(__file__, all_reduce.__code__.co_firstlineno + 1, "all_reduce")
     page.end(running, 0.0)
     page.start(queued)
     assert [one.state for one in found_at(path).collectives[2:]] == ["done", "running"]

@@ -25,7 +25,7 @@ from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler import conditions, straggler_text
 from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport
 from phalanx.watchdog.straggler.conditions import Conditions
-from phalanx.watchdog.straggler.pace import Pace
+from phalanx.watchdog.straggler.pace import PaceMonitor
 from phalanx.watchdog.straggler.straggler_detector import Field, Judge, Straggler, slowest
 
 USUAL = {"data": 5.0, "forward": 10.0, "backward": 12.0, "optimizer": 2.0, "checkpoint": 0.0, "other": 1.0}
@@ -239,7 +239,7 @@ def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.
         PaceExchange(Exchange(node, 0, range(2), {}, lambda topic, *entry: published.append(entry)))
         for node in range(2)
     ]
-    agents = [Pace(tmp_path) for _ in range(2)]
+    agents = [PaceMonitor(tmp_path) for _ in range(2)]
     members: list[Any] = [
         {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in ranks} for ranks in ((0, 1), (2, 3))
     ]
@@ -270,7 +270,7 @@ def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytes
     now = 0.0
     monkeypatch.setattr("phalanx.watchdog.straggler.pace.time.monotonic", lambda: now)
     monkeypatch.setattr("phalanx.watchdog.straggler.pace._LONG_ENOUGH", 0.0)
-    exchange, pace = PaceExchange(Exchange()), Pace(tmp_path)
+    exchange, pace = PaceExchange(Exchange()), PaceMonitor(tmp_path)
     pace.begin(exchange)
     members: Any = {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in range(2)}
     latest: dict[int, list[Window]] = {}

@@ -20,7 +20,7 @@ from tests.unit import without_a_name
 SOURCE = Path(phalanx.__file__).parent
 REPOSITORY = SOURCE.parents[1]
 PYTHONS_OWN = {
-    "arguments.py": {"_option_string_actions"},  # argparse
+    "argparser.py": {"_option_string_actions"},  # argparse
     "launch/flags.py": {"_option_string_actions"},
     "launch/process/pickled_function.py": {"_config"},  # multiprocessing
 }

@@ -83,7 +83,7 @@ def records() -> None:
 def group() -> None:
     from phalanx import world
     from phalanx.recorder import ddp_teardown
-    from phalanx.shm.hierarchical.gloo_groups import Letter
+    from phalanx.shm.hierarchical.gloo_groups import GlooMessage
 
     rank()
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -94,7 +94,7 @@ def group() -> None:
     gone = SimpleNamespace(device=torch.device("cuda"))
     world._part(gone, in_peace=False)  # type: ignore[arg-type]
     with contextlib.suppress(RuntimeError):  # torch's own: it has received nothing
-        Letter._source_rank(SimpleNamespace(_work=dist.Work()))  # type: ignore[arg-type]
+        GlooMessage._source_rank(SimpleNamespace(_work=dist.Work()))  # type: ignore[arg-type]
 
 
 def connections() -> None:
@@ -108,13 +108,13 @@ def connections() -> None:
 
 def compiled() -> None:
     from phalanx.checkpoint.state import unwrapped
-    from phalanx.launch.process.fresh_modules import Disguise
+    from phalanx.launch.process.fresh_modules import FreshModules
     from phalanx.parallel import ddp
 
     rank()
     importlib.reload(ddp)
     os.environ["TORCH_LOGS"] = "-dynamo"
-    Disguise([], frozenset(), {}).apply_settings("torch")
+    FreshModules([], frozenset(), {}).apply_settings("torch")
     model = nn.Linear(1, 1)
     kind = type("OptimizedModule", (nn.Module,), {})
     around = kind()
@@ -159,7 +159,7 @@ def gradients() -> None:
 
 
 def model() -> None:
-    from phalanx.checkpoint.copy_gate import Gate
+    from phalanx.checkpoint.copy_gate import CopyGate
     from phalanx.checkpoint.state import load_model
     from phalanx.checkpoint.storage.values import encode
     from phalanx.parallel.replicas import Replicas
@@ -171,7 +171,7 @@ def model() -> None:
     inputs = torch.ones(4, 2)
     assert torch.equal(wrapped(inputs), layer(inputs))
     load_model(wrapped, wrapped.state_dict())
-    gate = Gate()
+    gate = CopyGate()
     gate.shut()
     _replacements["torch.nn.Module.load_state_dict"] = _is_ours(nn.Module.load_state_dict)
     gate.open()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.base import Storage
 from phalanx.checkpoint.storage.manifest import MANIFEST, Broken, Manifest, check_file, read_manifest
 from phalanx.errors import CheckpointError
 
@@ -33,10 +33,10 @@ class Entry:
     """Why it is not whole, as far as that can be seen without reading its files."""
 
 
-class Shelf:
+class Catalog:
     """A place, read as checkpoints."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Storage) -> None:
         self.place = place
 
     def entries(self) -> list[Entry]:

@@ -15,14 +15,14 @@ from phalanx import attempt, status
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
 from phalanx.checkpoint import flatten, schedule, sharding
-from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.checkpoint_text import note, say
-from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.save import Background, Saving, Task
-from phalanx.checkpoint.select import Finder
+from phalanx.checkpoint.select import CheckpointSelector
 from phalanx.checkpoint.sharding import share_of
 from phalanx.checkpoint.state import State, to_load, to_save
-from phalanx.checkpoint.storage.base import open_place
+from phalanx.checkpoint.storage.base import open_storage
 from phalanx.checkpoint.storage.manifest import MOST_STEPS
 from phalanx.checkpoint.storage.records import Share
 from phalanx.errors import CheckpointError, UsageError
@@ -62,10 +62,10 @@ class Checkpointer:
     ) -> None:
         if mode is not None and (type(mode) is not int or mode & ~0o777 or mode & 0o600 != 0o600):
             raise UsageError(f"mode={mode!r} is no mode of a file that its owner can read and write, such as 0o640.")
-        self._shelf = Shelf(open_place(path, mode))
+        self._shelf = Catalog(open_storage(path, mode))
         self._keep = None if keep is None else whole_number("keep", keep, 1)
         self._asynchronous, self._trust = asynchronous, trust
-        self._council = Council()
+        self._council = Coordinator()
         self._schedule = schedule.parse(every, self._council.lead)
         self._note = functools.partial(note, self._council.rank)
         self._background: Background | None = None
@@ -76,7 +76,7 @@ class Checkpointer:
         self._saves = 0
         self._last: int | None = None
         """The step that was saved or loaded last."""
-        self._finder = Finder(self._shelf, self._council, self._note, trust)
+        self._finder = CheckpointSelector(self._shelf, self._council, self._note, trust)
         worlds.before_leaving(self.close)
 
     # ---- saving

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.argparser import Parser
-from phalanx.checkpoint.catalog import Entry, Shelf
-from phalanx.checkpoint.storage.base import open_place
+from phalanx.checkpoint.catalog import Catalog, Entry
+from phalanx.checkpoint.storage.base import open_storage
 from phalanx.errors import CheckpointError
 from phalanx.system.sizes import in_decimal_bytes
 
@@ -93,14 +93,14 @@ def _export(arguments: argparse.Namespace) -> int:
     raise CheckpointError(f"{arguments.path} has no whole checkpoint to export.")
 
 
-def _find(path: str, step: int | None) -> tuple[Shelf, list[Entry]]:
+def _find(path: str, step: int | None) -> tuple[Catalog, list[Entry]]:
     """The checkpoints that are meant, newest first; at least one."""
     parent, name = os.path.split(path.rstrip("/"))
     if re.fullmatch(r"step-\d+(\.[0-9a-f]+)?", name):
-        shelf = Shelf(open_place(parent or "."))
+        shelf = Catalog(open_storage(parent or "."))
         entries = [entry for entry in shelf.entries() if entry.directory == name]
     else:
-        shelf = Shelf(open_place(path))
+        shelf = Catalog(open_storage(path))
         entries = shelf.entries()
     if not entries:
         raise CheckpointError(f"there is no checkpoint in {path}; give the path that px.Checkpointer was given.")

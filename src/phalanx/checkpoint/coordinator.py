@@ -25,7 +25,7 @@ _numbers = itertools.count()
 T = TypeVar("T")
 
 
-class Council:
+class Coordinator:
     """The ranks that save and load together."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ def _wait_for_copies(*_: Any) -> None:
         copied.wait()
 
 
-class Gate:
+class CopyGate:
     """Shut while one checkpointer's copy is made. It opens at the end of the copy, however that ends."""
 
     def __init__(self) -> None:

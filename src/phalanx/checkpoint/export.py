@@ -13,12 +13,12 @@ from torch import Tensor
 
 from phalanx.checkpoint.catalog import Entry
 from phalanx.checkpoint.load import open_content
-from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.base import Storage
 from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError
 
 
-def export(place: Place, entry: Entry, out: Path, trust: bool) -> int:
+def export(place: Storage, entry: Entry, out: Path, trust: bool) -> int:
     """Writes the tensors of the model, under their own names; returns how many."""
     try:
         nested, _ = open_content(place, entry, trust).read({"model"}, 0)

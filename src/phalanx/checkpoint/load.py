@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.checkpoint import flatten, optimizers, rng_state
 from phalanx.checkpoint.catalog import Entry
 from phalanx.checkpoint.state import State, unwrapped
-from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.base import Storage
 from phalanx.checkpoint.storage.manifest import LEGACY, Broken, Manifest
 from phalanx.checkpoint.storage.shard_file import Shards
 from phalanx.checkpoint.storage.values import Decoder
@@ -37,7 +37,7 @@ class Content(Protocol):
         ...
 
 
-def open_content(place: Place, entry: Entry, trust: bool) -> Content:
+def open_content(place: Storage, entry: Entry, trust: bool) -> Content:
     """CheckpointError if reading it would run code, and that is not wanted."""
     assert entry.manifest is not None
     if entry.manifest.version != LEGACY:
@@ -57,7 +57,7 @@ class _NotTrusted(CheckpointError):
 
 
 class _Sharded:
-    def __init__(self, place: Place, directory: str, manifest: Manifest, trust: bool) -> None:
+    def __init__(self, place: Storage, directory: str, manifest: Manifest, trust: bool) -> None:
         self._place, self._directory, self._manifest, self._trust = place, directory, manifest, trust
 
     @property
@@ -90,7 +90,7 @@ class _Sharded:
 class Loaded:
     """The content of a checkpoint in memory, as far as ``state`` wants it."""
 
-    def __init__(self, place: Place, entry: Entry, state: State, world: World, trust: bool) -> None:
+    def __init__(self, place: Storage, entry: Entry, state: State, world: World, trust: bool) -> None:
         assert entry.manifest is not None
         self._world = world
         self._is_same_size = entry.manifest.world_size == world.size

@@ -18,10 +18,10 @@ from importlib.metadata import version
 
 import torch
 
-from phalanx.checkpoint.catalog import Shelf
+from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.checkpoint_text import say
-from phalanx.checkpoint.coordinator import Council
-from phalanx.checkpoint.copy_gate import Gate
+from phalanx.checkpoint.coordinator import Coordinator
+from phalanx.checkpoint.copy_gate import CopyGate
 from phalanx.checkpoint.sharding import Copies
 from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, file_of
 from phalanx.checkpoint.storage.records import Share, disagreement, merged
@@ -58,7 +58,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self.copies, self.gate = Copies(), Gate()
+        self.copies, self.gate = Copies(), CopyGate()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Saving:
     """A save under way on this rank."""
 
     def __init__(
-        self, task: Task, background: Background, council: Council, shelf: Shelf, note: Callable[..., None]
+        self, task: Task, background: Background, council: Coordinator, shelf: Catalog, note: Callable[..., None]
     ) -> None:
         self._task, self._background, self._council = task, background, council
         self._shelf, self._note = shelf, note

@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 
 from phalanx import attempt
-from phalanx.checkpoint.catalog import Shelf, check_name
+from phalanx.checkpoint.catalog import Catalog, check_name
 from phalanx.checkpoint.checkpoint_text import say
-from phalanx.checkpoint.coordinator import Council
+from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.load import Loaded
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError, UsageError
 
 
-class Finder:
+class CheckpointSelector:
     """Loads from a shelf, on all ranks alike."""
 
-    def __init__(self, shelf: Shelf, council: Council, note: Callable[..., None], trust: bool) -> None:
+    def __init__(self, shelf: Catalog, council: Coordinator, note: Callable[..., None], trust: bool) -> None:
         self._shelf, self._council, self._note, self._trust = shelf, council, note, trust
         self.broken: set[str] = set()
         """Directories that were found to be damaged; complete on rank 0."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch.utils.data import IterableDataset, get_worker_info
 
 from phalanx.argparser import shown
-from phalanx.data.position import find_place
+from phalanx.data.position import find_position
 from phalanx.errors import UsageError
 
 T = TypeVar("T")
@@ -49,5 +49,5 @@ def shard(iterable: Iterable[T], num_replicas: int | None = None, rank: int | No
     """
     if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
         raise UsageError(f"iterable is {shown(iterable)}; give something that can be iterated over.")
-    replicas, own = find_place(num_replicas, rank)
+    replicas, own = find_position(num_replicas, rank)
     return ShardedIterable(iterable, replicas, own)

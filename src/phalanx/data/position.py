@@ -9,7 +9,7 @@ from phalanx.argparser import whole_number
 from phalanx.errors import UsageError
 
 
-def find_place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def find_position(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """What is not given comes from the process group; without one, this is a world of one.
 
     A process that a launcher has started as one of several, and that has not joined them yet, is an error: taken for a

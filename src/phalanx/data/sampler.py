@@ -13,7 +13,7 @@ from torch.utils.data import Sampler
 
 from phalanx.argparser import shown, whole_number
 from phalanx.data.permutation import LONGEST, Permutation
-from phalanx.data.position import find_place
+from phalanx.data.position import find_position
 from phalanx.errors import UsageError
 
 Uneven = Literal["pad", "drop", "exact"]
@@ -67,7 +67,7 @@ class ShardSampler(Sampler[int]):
         uneven: Uneven | None = None,
     ) -> None:
         self.dataset = dataset
-        self.num_replicas, self.rank = find_place(num_replicas, rank)
+        self.num_replicas, self.rank = find_position(num_replicas, rank)
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed)
         self.epoch = 0

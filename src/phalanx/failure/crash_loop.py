@@ -16,7 +16,7 @@ ENOUGH = 5
 
 
 @dataclass
-class Repetition:
+class CrashLoop:
     """Counts failures in a row without progress. It goes by what all nodes know alike, so all conclude the same."""
 
     count: int = 0

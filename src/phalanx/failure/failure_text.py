@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.events import Ending, Frame, NativeFrame
-from phalanx.failure.root_cause import Verdict, last_words
+from phalanx.failure.root_cause import Verdict, final_report
 from phalanx.failure.signal_meaning import explanation, meaning
 from phalanx.source_lines import IN_ANOTHER_PROCESS, WIDTH, clip, shorten_path, telling_frames
 
@@ -67,7 +67,7 @@ def headline(ending: Ending) -> str:
         return f"{error.type}: {message[0]}" if message else error.type
     if ending.signal is not None:
         return meaning(ending)
-    return last_words(ending) or f"exit code {ending.exit_code}, without an exception"
+    return final_report(ending) or f"exit code {ending.exit_code}, without an exception"
 
 
 def one_line(ending: Ending) -> str:

@@ -51,7 +51,7 @@ def is_consequence(error: ErrorRecord) -> bool:
     return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
 
 
-def last_words(ending: Ending) -> str:
+def final_report(ending: Ending) -> str:
     """The exception that Python printed, of a rank that could not tell it itself; empty if it printed none."""
     last = ending.tail[-1] if ending.tail else ""
     return last if ending.error is None and _EXCEPTION.match(last) else ""
@@ -116,7 +116,7 @@ def _is_alike(one: Ending, other: Ending) -> bool:
     if one.out_of_memory or other.out_of_memory:
         return one.out_of_memory is not None and other.out_of_memory is not None and one.host == other.host
     if one.error is None and other.error is None and one.signal is None and other.signal is None:
-        return one.exit_code == other.exit_code and last_words(one) == last_words(other) != ""
+        return one.exit_code == other.exit_code and final_report(one) == final_report(other) != ""
     if one.error is None or other.error is None:
         return one.signal == other.signal and one.crash == other.crash != ()
     places = [(error.type, [(frame.file, frame.line) for frame in error.frames]) for error in (one.error, other.error)]

@@ -13,7 +13,7 @@ from phalanx import env, messages
 from phalanx.errors import UsageError
 from phalanx.launch import flags
 from phalanx.launch.spec import device_count
-from phalanx.launch.spec.launch_spec import LAST_CALL, MOST_PROCESSES, Fleet, LaunchSpec, Program, ProgramKind
+from phalanx.launch.spec.launch_spec import LAST_CALL, MOST_PROCESSES, HostList, LaunchSpec, Program, ProgramKind
 from phalanx.system.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -88,14 +88,14 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     )
 
 
-def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
+def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
     """The hosts to be started from here. Their cards and cores are counted there, so not here, unless for a table."""
     is_named = arguments.hosts is not None or arguments.hostfile is not None
     if not is_named and not environ.get("SLURM_JOB_NODELIST"):
         return None
-    from phalanx.launch.spec.hosts import find_fleet, is_here  # a run on one machine starts without them
+    from phalanx.launch.spec.hosts import find_hosts, is_here  # a run on one machine starts without them
 
-    fleet = find_fleet(arguments, environ)
+    fleet = find_hosts(arguments, environ)
     if fleet is None:
         return None
     alone = fleet.hosts[0] if len(fleet.hosts) == 1 and is_here(fleet.hosts[0]) else None

@@ -33,7 +33,7 @@ from phalanx.launch.spec.launch_spec import (
 from phalanx.system import ports, require_linux
 
 if TYPE_CHECKING:
-    from phalanx.launch.process.zygote_client import Nursery
+    from phalanx.launch.process.zygote_client import ZygoteClient
 
 _GRACE = 10.0
 # mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard, and one that
@@ -90,11 +90,11 @@ class SpawnContext:
         args: tuple[Any, ...],
         nprocs: int,
         daemon: bool,
-        nursery: Nursery | None = None,
+        nursery: ZygoteClient | None = None,
     ) -> None:
         """``nursery``: one that is there already and stays; by default a new one, for this call alone."""
         # These cannot be imported on Windows.
-        from phalanx.launch.agent.attempt_run import Watch
+        from phalanx.launch.agent.attempt_run import AttemptRun
         from phalanx.launch.process import pickled_function as functions
 
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
@@ -104,7 +104,7 @@ class SpawnContext:
         self._own_nursery = nursery is None
         self._nursery = nursery or _new_nursery()
         self._selector = selectors.DefaultSelector()
-        self._watch = Watch(self._nursery, self._selector, _GRACE)
+        self._watch = AttemptRun(self._nursery, self._selector, _GRACE)
         self._open = True
         try:
             self._nursery.fresh_store()
@@ -120,7 +120,7 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
-        from phalanx.launch.agent.rank_process import Member
+        from phalanx.launch.agent.rank_process import RankProcess
 
         assert self._nursery.address is not None
         environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
@@ -132,7 +132,7 @@ class SpawnContext:
         try:
             os.write(package, parcel)
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment)
-            self._watch.start(Member(place), worker, [0, 1, 2], [package, *fds])
+            self._watch.start(RankProcess(place), worker, [0, 1, 2], [package, *fds])
         finally:
             os.close(package)
 
@@ -188,11 +188,11 @@ class SpawnContext:
             self.join()
 
 
-def _new_nursery() -> Nursery:
-    from phalanx.launch.process.zygote_client import Nursery
+def _new_nursery() -> ZygoteClient:
+    from phalanx.launch.process.zygote_client import ZygoteClient
 
     with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
-        return Nursery(os.environ, listener=listener)
+        return ZygoteClient(os.environ, listener=listener)
 
 
 def _raise(cause: Ending) -> None:

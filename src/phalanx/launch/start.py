@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx import events, messages, secret
 from phalanx.errors import PortBusy, UsageError
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec import network, numa, preflight
 from phalanx.launch.spec.device_count import thread_setting, visible_cards
 from phalanx.launch.spec.launch_spec import LaunchSpec
@@ -42,7 +42,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
             **thread_setting(spec.nproc_per_node, environ, spec.cpus),
             "PHALANX_RUN_DIR": str(directory),
         }
-        nursery = Nursery(
+        nursery = ZygoteClient(
             environment,
             start_method="exec" if spec.program.kind == "command" else spec.start_method,
             preload=spec.preload,

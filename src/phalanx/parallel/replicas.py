@@ -51,7 +51,7 @@ class Replicas(OneProcess):
         return gather(run(replicate(self.module, len(calls)), calls))
 
 
-class CardReplicas(OneProcess, nn.DataParallel[nn.Module]):
+class GpuReplicas(OneProcess, nn.DataParallel[nn.Module]):
     """torch's DataParallel, with what this package adds to every wrapped model."""
 
     def __init__(self, module: nn.Module, cards: Sequence[int | torch.device] | None) -> None:

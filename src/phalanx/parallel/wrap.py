@@ -18,7 +18,7 @@ from phalanx.errors import UsageError
 from phalanx.parallel.alone import Alone, OneProcess
 from phalanx.parallel.batchnorm import synchronise
 from phalanx.parallel.ddp import Parallel, check_compression
-from phalanx.parallel.replicas import CardReplicas, Replicas, default_count
+from phalanx.parallel.replicas import GpuReplicas, Replicas, default_count
 from phalanx.parallel.split import Device, split
 
 Devices = int | Sequence[Device] | None
@@ -159,7 +159,7 @@ def _replicated(model: nn.Module, devices: Devices, spot: _Spot) -> OneProcess:
             f"mode='replicate' needs the cards of rank {spot.rank}: give devices=[…], beginning with the model's own."
         )
     cards = list(range(devices)) if isinstance(devices, int) else devices
-    return CardReplicas(model, None if cards is None else [torch.device("cuda", _index(card)) for card in cards])
+    return GpuReplicas(model, None if cards is None else [torch.device("cuda", _index(card)) for card in cards])
 
 
 def _index(card: Device) -> int:

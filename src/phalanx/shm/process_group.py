@@ -32,9 +32,9 @@ from phalanx.shm.node.collectives import Collectives
 from phalanx.shm.node.failures import Names
 from phalanx.shm.node.p2p import Messages
 from phalanx.shm.node.segment import Segment
-from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import is_in_one_piece
-from phalanx.shm.node.work_queue import Finished, Lane
+from phalanx.shm.node.work_queue import Finished, WorkQueue
 from phalanx.status import layout
 from phalanx.status.layout import ALL_REDUCE
 from phalanx.store import join
@@ -62,7 +62,7 @@ class ShmGroup(dist.ProcessGroup):
         turn = store.add(f"made by rank {rank}, host {socket.gethostname()}, pid {os.getpid()}", 1)
         store = dist.PrefixStore(str(turn), store)
         self._names = Names(name, ranks, seconds)
-        self._book = Logbook("0" if name == "world" else name, ranks)
+        self._book = StatusLog("0" if name == "world" else name, ranks)
         messages = Messages(rank, self._names, self._book)
         shared = dist.PrefixStore("shm", store)
         claims = join.sign_in(shared, rank, size, seconds, note=messages.address)
@@ -78,7 +78,7 @@ class ShmGroup(dist.ProcessGroup):
         if nodes.count == 1:
             segment = Segment(shared, claims, rank, seconds, self._names)
             messages.meet([claim.note for claim in claims], segment.pidfds)
-            self._messages: Messages | gloo_groups.Letters = messages
+            self._messages: Messages | gloo_groups.GlooMessages = messages
             self._collectives: Collectives | AcrossNodes = Collectives(segment, rank, size, seconds)
             self._log = self._book.for_the_library()
             segment.keep(self._log)
@@ -86,9 +86,9 @@ class ShmGroup(dist.ProcessGroup):
             from phalanx.shm.hierarchical.collectives_across import AcrossNodes
 
             messages.close("the group is on several nodes.")
-            self._messages = gloo_groups.Letters(self._gloo, self._names, self._book)
+            self._messages = gloo_groups.GlooMessages(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
-        self._lane = Lane(name, self._book.page, self._log)
+        self._lane = WorkQueue(name, self._book.page, self._log)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
@@ -306,7 +306,7 @@ class ShmGroup(dist.ProcessGroup):
             self.shutdown()
 
     def _forked(self) -> None:
-        self._lane = Lane(self._names.group, None)
+        self._lane = WorkQueue(self._names.group, None)
         no_place = "this process was forked from a rank and has no place in the group; start it afresh."
         self._lane.closed = self._messages.closed = no_place
         self._collectives.forked()

@@ -24,14 +24,14 @@ from phalanx.status.stacks import text_of_stacks
 from phalanx.status.windows import Window, windows
 
 if TYPE_CHECKING:
-    from phalanx.status.reading import Collective, Group, Place, Status, ask, ask_stacks, pulse, read
+    from phalanx.status.reading import CodeLine, Collective, Group, Status, ask, ask_stacks, pulse, read
 
 __all__ = [
     "PHASES",
     "STACK_SIGNAL",
+    "CodeLine",
     "Collective",
     "Group",
-    "Place",
     "Status",
     "StatusPage",
     "Window",

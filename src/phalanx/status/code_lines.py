@@ -15,7 +15,7 @@ from phalanx.status.layout import NO_PLACE, WORD
 _MOST_CODES = 10_000
 
 
-class Places:
+class CodeLines:
     """Of one page. Any thread may ask; what has been found before is looked up without a lock."""
 
     def __init__(self, memory: mmap.mmap) -> None:

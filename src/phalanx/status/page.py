@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx import run_files
 from phalanx.status import layout
-from phalanx.status.code_lines import Places
+from phalanx.status.code_lines import CodeLines
 from phalanx.status.layout import (
     BLOCKED,
     BLOCKED_SINCE,
@@ -80,7 +80,7 @@ class StatusPage:
         self._blocked_since = 0.0
         """Since when it waits for other ranks otherwise than in a collective of its own."""
         self._cutter = Cutter(self.memory)
-        self.places = Places(self.memory)
+        self.places = CodeLines(self.memory)
         self._known = self.places.known
         self._write_loop()
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from phalanx.messages import Count, ExitCode, Name, Pid, Rank, Record, Seconds, Text
 from phalanx.status import stack_parser
-from phalanx.status.reading import Collective, Place, Status
+from phalanx.status.reading import CodeLine, Collective, Status
 from phalanx.status.stack_parser import Thread
 
 UNNAMED = "collective"
@@ -115,7 +115,7 @@ class RankRecord(Record, frozen=True):
         page = self.status
         return page is not None and bool(page.groups or any(map(_is_joining_done, page.collectives)))
 
-    def source_of(self, place: Place | None) -> str:
+    def source_of(self, place: CodeLine | None) -> str:
         return self.sources.get(f"{place.file}:{place.line}", "") if place else ""
 
     @property

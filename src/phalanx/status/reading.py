@@ -19,7 +19,7 @@ _TRIES = 100
 _MOST_RANKS = 1 << 20
 
 
-class Place(Record, frozen=True):
+class CodeLine(Record, frozen=True):
     """A line of somebody's code."""
 
     file: str
@@ -58,7 +58,7 @@ class Collective(Record, frozen=True):
     queued_at: float
     started_at: float | None
     ended_at: float | None
-    place: Place | None
+    place: CodeLine | None
     """The user's line that asked for it."""
 
     @property
@@ -266,14 +266,14 @@ def _collectives(
     return found
 
 
-def _place(page: _Page, slot: int) -> Place | None:
+def _place(page: _Page, slot: int) -> CodeLine | None:
     if slot >= layout.PLACES:
         return None
     at = layout.PLACE + slot * layout.PLACE_WORDS
     start = (at + 1) * layout.WORD
     line, _, rest = page.data[start : start + page.words[at]].decode(errors="replace").partition("\0")
     function, _, file = rest.partition("\0")
-    return Place(file, int(line), function) if line.isdigit() else None
+    return CodeLine(file, int(line), function) if line.isdigit() else None
 
 
 def _text(field: bytes) -> str:

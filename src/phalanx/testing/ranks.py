@@ -28,13 +28,13 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.fd_channel import anonymous_file
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spawn import SpawnContext
 from phalanx.launch.spec.device_count import thread_setting
 from phalanx.system import ports
 from phalanx.torch_compat import COMPILER
 
-_warm: Nursery | None = None
+_warm: ZygoteClient | None = None
 
 
 def run_ranks(
@@ -76,14 +76,14 @@ def close() -> None:
         _warm = None
 
 
-def _warm_nursery() -> Nursery:
+def _warm_nursery() -> ZygoteClient:
     global _warm
     if _warm is not None and _warm.has_ended:
         close()
     if _warm is None:
         with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
             # DDP and the optimizers import torch._dynamo, which takes longer than most tests: once here, for all.
-            _warm = Nursery(os.environ, listener=listener, late=(COMPILER,))
+            _warm = ZygoteClient(os.environ, listener=listener, late=(COMPILER,))
         atexit.register(close)
     return _warm
 

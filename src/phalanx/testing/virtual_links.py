@@ -27,7 +27,7 @@ _LOSE_EVERYTHING = "pfifo limit 0"
 _BIT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
-class Cables:
+class VirtualLinks:
     """Nodes are named by their index; the caller has seen to it that they are there."""
 
     def __init__(self, order: Order, addresses: Sequence[str], pids: Sequence[int]) -> None:

@@ -34,7 +34,7 @@ from typing import Any, Literal, overload
 
 from phalanx.errors import UsageError
 from phalanx.testing import namespaces
-from phalanx.testing.virtual_links import Cables
+from phalanx.testing.virtual_links import VirtualLinks
 from phalanx.testing.warden import SECONDS_TO_END, Warden, script
 
 _MOST = 100  # more would not fit into one message to the warden; nobody has asked
@@ -158,7 +158,7 @@ class VirtualNodes(Sequence[Node]):
         self._warden = Warden([(name, _hosts(i, names, addresses, loopback_names)) for i, name in enumerate(names)])
         self._nodes = [Node(*each) for each in zip(names, addresses, self._warden.holders, strict=True)]
         try:
-            self._cables = Cables(self._warden.order, addresses, self._warden.pids)
+            self._cables = VirtualLinks(self._warden.order, addresses, self._warden.pids)
         except BaseException:
             self.close()
             raise

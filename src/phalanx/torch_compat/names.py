@@ -108,7 +108,7 @@ def by_area() -> dict[str, list[Name]]:
     """The table: all names, by the file that they are in."""
     found: dict[str, list[Name]] = {}
     seen: set[Name] = set()  # a file may use those of another
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    for module in pkgutil.iter_modules(sys.modules[str(__package__)].__path__):
         there = vars(importlib.import_module(f"{__package__}.{module.name}")).values()
         names = [each for each in there if isinstance(each, Name) and each not in seen]
         seen.update(names)

@@ -27,7 +27,7 @@ _LOADER = re.compile(
 
 
 @dataclass(frozen=True)
-class _Scene:
+class _FailureSnapshot:
     """What was there when a rank had just failed in a way that may be memory's fault."""
 
     pids: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Scene:
     shared_memory: events.SharedMemory | None
 
 
-class MemoryWatch:
+class MemoryWatchdog:
     """Of the ranks of one attempt."""
 
     def __init__(self, counters: oom.Counters) -> None:
@@ -45,7 +45,7 @@ class MemoryWatch:
         self._shared = deque[events.SharedMemory](maxlen=_REMEMBERED)
         self._memory: dict[int, int] = {}
         """pid to the most that was seen of its memory."""
-        self._scenes: dict[int, _Scene] = {}
+        self._scenes: dict[int, _FailureSnapshot] = {}
         self._ended: set[int] = set()
         self._next_look = 0.0
 
@@ -134,7 +134,7 @@ class MemoryWatch:
         shortage = oom.shortage(self._looks[0], self._counters.look())
         shared = [*self._shared, _shared_memory()] if with_shared_memory else []
         fullest = max((each for each in shared if each is not None), key=lambda each: each.used, default=None)
-        self._scenes[rank] = _Scene(tuple(pids), shortage, fullest)
+        self._scenes[rank] = _FailureSnapshot(tuple(pids), shortage, fullest)
 
 
 def _shared_memory() -> events.SharedMemory | None:

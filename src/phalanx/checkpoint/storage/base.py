@@ -44,7 +44,7 @@ class Summed:
             self.fact = Fact(self.fact.bytes + len(piece), zlib.crc32(piece, self.fact.crc32))
 
 
-class Place(ABC):
+class Storage(ABC):
     """One kind of storage. A directory below it holds one checkpoint; names are single words."""
 
     path: str
@@ -124,7 +124,7 @@ class Place(ABC):
         return self.path
 
 
-def open_place(path: str | os.PathLike[str], mode: int | None = None) -> Place:
+def open_storage(path: str | os.PathLike[str], mode: int | None = None) -> Storage:
     """``/a/directory`` or ``scheme://…``, which fsspec and its plugins understand. ``mode`` is that of new files."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or "\0" in text:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import IO, Any
 
-from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.base import Storage
 from phalanx.checkpoint.storage.manifest import MANIFEST
 from phalanx.errors import UsageError
 
 
-class Remote(Place):
+class Remote(Storage):
     """A URL. Each save has a directory of its own name, so that none can get between the files of another."""
 
     def __init__(self, path: str) -> None:

@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.base import Storage
 
 
 class Legacy:
     """The content of one such checkpoint."""
 
-    def __init__(self, place: Place, directory: str) -> None:
+    def __init__(self, place: Storage, directory: str) -> None:
         self._reader = _Reader(_Files(place, directory))
         self._metadata = self._reader.read_metadata()
         self._paths: Mapping[str, tuple[Any, ...]] = self._metadata.planner_data
@@ -69,7 +69,7 @@ class Legacy:
 class _Files(FileSystem):
     """One checkpoint's directory, as DCP sees a file system."""
 
-    def __init__(self, place: Place, directory: str) -> None:
+    def __init__(self, place: Storage, directory: str) -> None:
         self._place, self._directory = place, directory
 
     @contextlib.contextmanager

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from phalanx import run_files
-from phalanx.checkpoint.storage.base import ALIGNED, Place
+from phalanx.checkpoint.storage.base import ALIGNED, Storage
 from phalanx.errors import UsageError
 from phalanx.system import procfs
 
@@ -25,12 +25,12 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 """Windows has neither."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | _NO_LINK
 _LEAST_DIRECT = 1 << 20
-_locked: dict[tuple[int, int, int], Place] = {}
+_locked: dict[tuple[int, int, int], Storage] = {}
 """By process, device and inode: the roots that this process writes to. A record lock is that of the whole process, and
 is lost when any file descriptor of its file is closed."""
 
 
-class Local(Place):
+class Local(Storage):
     """A directory, on a disk that all ranks share."""
 
     def __init__(self, path: str, mode: int | None = None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.checkpoint.storage.base import Fact, Place
+from phalanx.checkpoint.storage.base import Fact, Storage
 from phalanx.errors import CheckpointError
 from phalanx.system.sizes import in_decimal_bytes
 
@@ -220,7 +220,7 @@ def _file(name: str, version: int) -> str:
     return name
 
 
-def read_manifest(place: Place, directory: str) -> Manifest:
+def read_manifest(place: Storage, directory: str) -> Manifest:
     """Raises Broken when it is missing, damaged, or a file has another size than it says."""
     try:
         manifest = decode(place.read(directory, MANIFEST, _MOST_BYTES))
@@ -237,7 +237,7 @@ def read_manifest(place: Place, directory: str) -> Manifest:
     return manifest
 
 
-def check_file(place: Place, directory: str, name: str, manifest: Manifest) -> None:
+def check_file(place: Storage, directory: str, name: str, manifest: Manifest) -> None:
     """Reads the whole file; raises Broken when it is not what was written."""
     fact = manifest.files[name]
     try:

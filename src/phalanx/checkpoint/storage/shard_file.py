@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.storage.base import Place
+from phalanx.checkpoint.storage.base import Storage
 from phalanx.checkpoint.storage.manifest import WIDTHS, Broken, Manifest, file_of
 
 _MOST_HEADER = 100_000_000
@@ -125,7 +125,7 @@ def _slot(name: str, entry: Any, start: int) -> Slot:
 class Shards:
     """Reads the tensors of a checkpoint, from whichever files they are in. A context manager."""
 
-    def __init__(self, place: Place, directory: str, manifest: Manifest) -> None:
+    def __init__(self, place: Storage, directory: str, manifest: Manifest) -> None:
         self._place, self._directory, self._manifest = place, directory, manifest
         self._files: dict[str, tuple[IO[bytes], dict[str, Slot]]] = {}
         self._names: set[str] = set()

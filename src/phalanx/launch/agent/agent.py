@@ -17,18 +17,18 @@ from phalanx import events
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.failure import failure_text
 from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_victim
-from phalanx.launch.agent.attempt_run import Watch
-from phalanx.launch.agent.crew import Crew
-from phalanx.launch.agent.losses import Losses
-from phalanx.launch.agent.run_record import Record
+from phalanx.launch.agent.attempt_run import AttemptRun
+from phalanx.launch.agent.crew import RankStarter
+from phalanx.launch.agent.losses import LossTracker
+from phalanx.launch.agent.run_record import RunRecord
 from phalanx.launch.agent.signal_events import Signals
-from phalanx.launch.agent.watchdogs import Sentries
+from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.multinode.single_node import RunOver, SingleNode, new_peers
-from phalanx.launch.output.agent_lines import Voice
+from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.pipe_set import Pumps
+from phalanx.launch.output.pipe_set import PipeSet
 from phalanx.launch.process.helper_processes import HelperLost
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec.device_count import describe_threads
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.launch.spec.network import Route
@@ -44,7 +44,7 @@ class Agent:
         self,
         spec: LaunchSpec,
         environ: Mapping[str, str],
-        nursery: Nursery,
+        nursery: ZygoteClient,
         directory: Path,
         route: Route | None = None,
     ) -> None:
@@ -53,24 +53,24 @@ class Agent:
         self._nursery = nursery
         self._directory = directory
         self._console = Console()
-        self._voice = Voice(self._console, spec.node_name)
-        self._record = Record(directory, self._voice.say)
+        self._voice = AgentLines(self._console, spec.node_name)
+        self._record = RunRecord(directory, self._voice.say)
         self._selector = selectors.DefaultSelector()
         self._signals = Signals(spec.signals, self._selector)
         self._signalled: int | None = None
         """The first signal that told the agent to stop."""
         self._signalled_at = 0.0
-        self._pumps = Pumps(self._selector, self._signals.wake)
+        self._pumps = PipeSet(self._selector, self._signals.wake)
         self._environ = dict(environ)
         self._said_exec = False
         self._passed_on: set[str] = set()
         self._said_who: str | None = None
         self._exit_code: int | None = None
-        self._losses = Losses(nursery, self._voice.say)
-        self._sentries = Sentries(spec, directory, self._record, self._voice, self._signals.wake)
+        self._losses = LossTracker(nursery, self._voice.say)
+        self._sentries = Watchdogs(spec, directory, self._record, self._voice, self._signals.wake)
         interface = route.interface if route is not None else None
         complain = self._voice.say_one
-        self._crew = Crew(spec, self._environ, directory, interface, self._console, self._pumps, complain)
+        self._crew = RankStarter(spec, self._environ, directory, interface, self._console, self._pumps, complain)
         say, show, note = self._voice.say_one, self._voice.show, self._record.note
         self._peers = new_peers(spec, route, nursery, self._selector, directory, say, show, note)
 
@@ -180,7 +180,7 @@ class Agent:
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
         if (master := self._peers.begin(attempt, self._idle_until)) is None:
             return []
-        self._watch = Watch(
+        self._watch = AttemptRun(
             self._nursery, self._selector, self._spec.shutdown_timeout, self._record.note, self._pass_on
         )
         self._sentries.begin(self._peers.told_as(self._record.place), self._peers.exchange)

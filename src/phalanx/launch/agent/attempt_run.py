@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from phalanx import events, messages, notices
 from phalanx.failure.root_cause import is_consequence
-from phalanx.launch.agent.rank_process import Member
-from phalanx.launch.agent.stopping import Stopping
-from phalanx.launch.output.logs import Pump
+from phalanx.launch.agent.rank_process import RankProcess
+from phalanx.launch.agent.stopping import StopSequence
+from phalanx.launch.output.logs import OutputPipe
 from phalanx.launch.process.helper_processes import HelperLost
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.process.zygote_messages import Exited, Started
 from phalanx.launch.spec.launch_spec import WorkerSpec
 
@@ -34,7 +34,7 @@ _TO_SAY_WHERE = 0.5
 """Seconds that the others get to say where they were, when one has noticed that they have called different things."""
 
 
-class Watch:
+class AttemptRun:
     """Holds the members of an attempt.
 
     ``note`` is told of everything that happens, for the event file; ``say`` of what rank 0 has for the console.
@@ -42,18 +42,18 @@ class Watch:
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: ZygoteClient,
         selector: selectors.BaseSelector,
         shutdown_timeout: float,
         note: Callable[..., None] = lambda *_, **__: None,
         say: Callable[[str], None] = notices.give,
     ) -> None:
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, RankProcess] = {}
         self.why_exec: str | None = None
-        self.stopping: Stopping | None = None
+        self.stopping: StopSequence | None = None
         self._nursery = nursery
         self._selector = selector
-        self._waiting: deque[tuple[Member, WorkerSpec, list[int]]] = deque()
+        self._waiting: deque[tuple[RankProcess, WorkerSpec, list[int]]] = deque()
         """Still to be asked for, with their descriptors."""
         self._under_way = 0
         """Asked for, and not yet heard of."""
@@ -67,7 +67,7 @@ class Watch:
         selector.register(nursery, selectors.EVENT_READ, self._hear_nursery)
         self._is_listening = True
 
-    def start(self, member: Member, worker: WorkerSpec, fds: Sequence[int], extra: Sequence[int] = ()) -> None:
+    def start(self, member: RankProcess, worker: WorkerSpec, fds: Sequence[int], extra: Sequence[int] = ()) -> None:
         """``fds``: its three standard streams; ``extra``: what a function refers to. Both stay the caller's."""
         self.members[member.rank] = member
         self._waiting.append((member, worker, [os.dup(fd) for fd in (*fds, member.report_writer, *extra)]))
@@ -102,7 +102,7 @@ class Watch:
         return any(member.pid is not None for member in self.members.values())
 
     @property
-    def streams(self) -> list[Pump]:
+    def streams(self) -> list[OutputPipe]:
         """The pipes of all ranks that have not ended."""
         return [pump for member in self.members.values() for pump in member.pumps if not pump.ended]
 
@@ -144,7 +144,7 @@ class Watch:
     def stop(self, first: int, *, at_once: bool = False, timeout: float | None = None) -> None:
         """Asks all ranks to end, with ``first``; those that are left after the timeout are killed."""
         timeout = self._timeout if timeout is None else timeout
-        self.stopping = Stopping.plan(first, 0.0 if at_once else timeout)
+        self.stopping = StopSequence.plan(first, 0.0 if at_once else timeout)
         self._note("stopping", signal=signal.Signals(first).name, at_once=at_once)
         self._call_off_starts()
         self._send_due(time.monotonic())
@@ -201,13 +201,13 @@ class Watch:
             self._handle(event)
         self._send_starts()
 
-    def _hear_report(self, member: Member) -> None:
+    def _hear_report(self, member: RankProcess) -> None:
         if self._read_report(member):
             self._consider(member)
         if member.report_ended:
             self._selector.unregister(member.report_reader)
 
-    def _read_report(self, member: Member) -> bool:
+    def _read_report(self, member: RankProcess) -> bool:
         """Whether it has just told its error."""
         before, was_malformed = len(member.notices), member.malformed
         has_failed = member.read_report()
@@ -231,13 +231,13 @@ class Watch:
         if self._last_signal is not None:  # it was on its way when the others were told to stop
             self._tell(member, self._last_signal)
 
-    def _has_exited(self, member: Member, exited: Exited) -> None:
+    def _has_exited(self, member: RankProcess, exited: Exited) -> None:
         self._read_report(member)
         if member.report_reader in self._selector.get_map():
             self._selector.unregister(member.report_reader)
         member.has_exited(exited)
 
-    def _consider(self, member: Member) -> None:
+    def _consider(self, member: RankProcess) -> None:
         """A rank has told an error, or ended: must the others stop?"""
         if self.stopping is not None:
             return
@@ -260,7 +260,7 @@ class Watch:
             for member in self.members.values():
                 self._tell(member, number)
 
-    def _tell(self, member: Member, number: int) -> None:
+    def _tell(self, member: RankProcess, number: int) -> None:
         if member.pid is None or member.exited or (_is_cleaning_up(member) and number != signal.SIGKILL):
             return
         if member.asked_at is None:
@@ -271,7 +271,7 @@ class Watch:
             self._nursery.signal(member.pid, signal.SIGCONT)  # a stopped process would not hear the other one
 
 
-def _is_cleaning_up(member: Member) -> bool:
+def _is_cleaning_up(member: RankProcess) -> bool:
     """It failed by itself and is on its way out: what it does until then may be worth the shutdown timeout."""
     return member.error is not None and not is_consequence(member.error)
 

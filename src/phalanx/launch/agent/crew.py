@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import events, run_files, status
-from phalanx.launch.agent.attempt_run import Watch
-from phalanx.launch.agent.rank_process import Member, new_member
+from phalanx.launch.agent.attempt_run import AttemptRun
+from phalanx.launch.agent.rank_process import RankProcess, new_rank_process
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.pipe_set import Pumps
+from phalanx.launch.output.pipe_set import PipeSet
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, WorkerSpec, worker_environment
 
 
 @dataclass(frozen=True)
-class Crew:
+class RankStarter:
     """What all attempts have in common."""
 
     spec: LaunchSpec
@@ -26,10 +26,10 @@ class Crew:
     interface: str | None
     """The network to the other nodes, if there are any."""
     console: Console
-    pumps: Pumps
+    pumps: PipeSet
     complain: Callable[[str], None]
 
-    def start(self, watch: Watch, places: Sequence[Placement], master: tuple[str, int], attempt: int) -> None:
+    def start(self, watch: AttemptRun, places: Sequence[Placement], master: tuple[str, int], attempt: int) -> None:
         """They are asked for; the watch hears of them."""
         spec = self.spec
         run = self.directory.name if spec.run_id == "none" else spec.run_id
@@ -38,13 +38,15 @@ class Crew:
             for path in (events.error_path(self.directory, place.rank), status.status_path(self.directory, place.rank)):
                 with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
                     run_files.remove(path)
-            member = new_member(spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain)
+            member = new_rank_process(
+                spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain
+            )
             environment = worker_environment(self.environ, spec, place, master, attempt, run, self.interface)
             cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method, cpus)
             self._start(watch, member, worker)
 
-    def _start(self, watch: Watch, member: Member, worker: WorkerSpec) -> None:
+    def _start(self, watch: AttemptRun, member: RankProcess, worker: WorkerSpec) -> None:
         stdin = _standard_input()
         try:
             watch.start(member, worker, [stdin, *(pump.writer for pump in member.pumps)])

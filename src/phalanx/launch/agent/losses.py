@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from phalanx.events import Ending
-from phalanx.failure.crash_loop import Repetition, identity
+from phalanx.failure.crash_loop import CrashLoop, identity
 from phalanx.failure.root_cause import Verdict
-from phalanx.launch.agent.rank_process import Member
+from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.process.helper_processes import HelperLost, describe_left
-from phalanx.launch.process.zygote_client import Nursery
+from phalanx.launch.process.zygote_client import ZygoteClient
 
 
-class Losses:
+class LossTracker:
     """Those of the running attempt; failures that repeat are counted over all attempts."""
 
-    def __init__(self, nursery: Nursery, say: Callable[[list[str]], None]) -> None:
+    def __init__(self, nursery: ZygoteClient, say: Callable[[list[str]], None]) -> None:
         self._nursery, self._say = nursery, say
-        self._repetition = Repetition()
+        self._repetition = CrashLoop()
         self.lines: list[str] = []
         """How the zygote or the keeper was lost; empty when neither was."""
 
@@ -50,7 +50,7 @@ class Losses:
         for sentence in self._nursery.check_helpers(at_once=at_once):
             self._say([sentence])
 
-    def name_left(self, members: Iterable[Member]) -> None:
+    def name_left(self, members: Iterable[RankProcess]) -> None:
         ranks = {member.pid: member.rank for member in members if member.pid is not None}
         for sentence in describe_left(self._nursery.left, ranks):
             self._say([sentence])

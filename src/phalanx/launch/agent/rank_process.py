@@ -14,7 +14,7 @@ from phalanx.errors import ForeignData
 from phalanx.failure import crash_dump
 from phalanx.failure.signal_meaning import gloo_mismatch
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.logs import FilteredLog, LogFile, Pump, Route, Tail, rank_prefix
+from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, Tail, rank_prefix
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
 from phalanx.messages import Record, Text
@@ -34,13 +34,13 @@ class RankReport(Record, frozen=True):
     notice: Text | None = None
 
 
-class Member:
+class RankProcess:
     """A rank of the running attempt."""
 
     def __init__(
         self,
         place: Placement,
-        pumps: Sequence[Pump] = (),
+        pumps: Sequence[OutputPipe] = (),
         tail: Tail | None = None,
         logs: Sequence[LogFile] = (),
         error_logs: Sequence[LogFile] = (),
@@ -163,15 +163,15 @@ class Member:
             self.report_writer = -1
 
 
-def new_member(
+def new_rank_process(
     spec: LaunchSpec,
     place: Placement,
     run_directory: Path,
     attempt: int,
     console: Console,
-    resume: Callable[[Pump], None],
+    resume: Callable[[OutputPipe], None],
     complain: Callable[[str], None],
-) -> Member:
+) -> RankProcess:
     """Lays the pipes and decides where each stream goes, by torchrun's rules for --redirects, --tee and the filter."""
     local_rank = place.local_rank
     tail = Tail()
@@ -196,5 +196,5 @@ def new_member(
         prefix = None
         if place.world_size > 1:
             prefix = rank_prefix(place.rank, place.world_size, console.colours, spec.node_name)
-        pumps.append(Pump(Route(files, tail, fd if shown else None, prefix), console, resume))
-    return Member(place, pumps, tail, logs, error_logs=files)
+        pumps.append(OutputPipe(OutputRoute(files, tail, fd if shown else None, prefix), console, resume))
+    return RankProcess(place, pumps, tail, logs, error_logs=files)

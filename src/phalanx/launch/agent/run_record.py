@@ -17,7 +17,7 @@ from phalanx.run_records import Elsewhere, Failure, HangRecord, NodeRanks, Repor
 from phalanx.source_lines import shorten_path
 
 
-class Record:
+class RunRecord:
     """One run on this node. ``say`` is told what cannot be written, which is no reason to stop a run."""
 
     def __init__(self, directory: Path, say: Callable[[list[str]], None]) -> None:

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Stopping:
+class StopSequence:
     """Signals and the moments (on the monotonic clock) when they are due."""
 
     steps: list[tuple[float, int]] = field(default_factory=list)
 
     @staticmethod
-    def plan(first: int, timeout: float) -> Stopping:
+    def plan(first: int, timeout: float) -> StopSequence:
         """SIGINT leaves the last second of the timeout to SIGTERM; whatever is left at its end is killed."""
         start = time.monotonic()
         end = (start + timeout, signal.SIGKILL)
         if timeout <= 0:
-            return Stopping([end])
+            return StopSequence([end])
         if first == signal.SIGINT:
             firmly = start + timeout - min(1.0, timeout / 2)
-            return Stopping([(start, signal.SIGINT), (firmly, signal.SIGTERM), end])
-        return Stopping([(start, first), end])
+            return StopSequence([(start, signal.SIGINT), (firmly, signal.SIGTERM), end])
+        return StopSequence([(start, first), end])
 
     @property
     def next_step(self) -> float | None:

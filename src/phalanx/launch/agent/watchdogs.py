@@ -11,32 +11,32 @@ from phalanx import messages, status
 from phalanx.events import Ending, Frame
 from phalanx.failure.oom import Counters
 from phalanx.failure.root_cause import is_victim
-from phalanx.launch.agent.attempt_run import Watch
-from phalanx.launch.agent.run_record import Record
-from phalanx.launch.output.agent_lines import Voice
+from phalanx.launch.agent.attempt_run import AttemptRun
+from phalanx.launch.agent.run_record import RunRecord
+from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.run_records import HangRecord
 from phalanx.source_lines import source_of, users_line
 from phalanx.status.rank_record import MESSAGES
 from phalanx.watchdog.exchange import Exchange
-from phalanx.watchdog.memory import MemoryWatch
+from phalanx.watchdog.memory import MemoryWatchdog
 from phalanx.watchdog.stall.across_nodes import StallExchange
-from phalanx.watchdog.stall.stall_detector import StallWatch, Terms
+from phalanx.watchdog.stall.stall_detector import StallDetector, Terms
 from phalanx.watchdog.straggler.across_nodes import PaceExchange
-from phalanx.watchdog.straggler.pace import Pace
+from phalanx.watchdog.straggler.pace import PaceMonitor
 
 
-class Sentries:
+class Watchdogs:
     """Of a run on this node."""
 
     def __init__(
-        self, spec: LaunchSpec, directory: Path, record: Record, voice: Voice, wake: Callable[[], None]
+        self, spec: LaunchSpec, directory: Path, record: RunRecord, voice: AgentLines, wake: Callable[[], None]
     ) -> None:
         self._terms = Terms(spec.stall_after, spec.on_stall == "kill")
         self._directory, self._record, self._voice, self._wake = directory, record, voice, wake
         self._counters = Counters()
-        self._pace = Pace(directory)
-        self._watch: Watch | None = None
+        self._pace = PaceMonitor(directory)
+        self._watch: AttemptRun | None = None
         self._troubled: set[str] = set()
         """What could not be watched at some time."""
         self.standing: HangRecord | None = None
@@ -49,10 +49,10 @@ class Sentries:
         self.hang = self.standing = None
         self._paces = PaceExchange(exchange)
         self._pace.begin(self._paces)
-        self._memory = MemoryWatch(self._counters)
-        self._stall = StallWatch(self._terms, self._directory, place, StallExchange(exchange), self._wake)
+        self._memory = MemoryWatchdog(self._counters)
+        self._stall = StallDetector(self._terms, self._directory, place, StallExchange(exchange), self._wake)
 
-    def turn(self, watch: Watch) -> None:
+    def turn(self, watch: AttemptRun) -> None:
         """To be called in every turn of the loop."""
         self._watch, members = watch, watch.members
         self._guarded("memory", lambda: self._memory.turn(members.values(), time.monotonic()))

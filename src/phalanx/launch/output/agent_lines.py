@@ -8,7 +8,7 @@ from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.console import Console
 
 
-class Voice:
+class AgentLines:
     """``node``: the name of this node, when the conductor passes on what it says."""
 
     def __init__(self, console: Console, node: str | None) -> None:
@@ -19,7 +19,9 @@ class Voice:
 
     def say(self, lines: Sequence[str], topic: wire_protocol.Topic = "") -> None:
         """``topic``: see `wire.spoken`."""
-        self._console.put(self, self._console.err, wire_protocol.spoken(lines, topic, self._node), on_a_new_line=True)
+        self._console.put(
+            self, self._console.err, wire_protocol.agent_line(lines, topic, self._node), on_a_new_line=True
+        )
 
     def say_one(self, text: str) -> None:
         self.say([text])

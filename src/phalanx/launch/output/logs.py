@@ -40,7 +40,7 @@ def rank_prefix(rank: int, world_size: int, coloured: bool, node: str | None = N
     return text.encode() + b" "
 
 
-class LineCutter:
+class LineSplitter:
     """Turns arbitrary pieces of output into whole lines with a prefix. A carriage return overwrites the line."""
 
     def __init__(self, prefix: bytes) -> None:
@@ -148,7 +148,7 @@ class FilteredLog(LogFile):
         super().__init__(path, complain)
         self._texts = [text.encode(errors="surrogateescape") for text in texts]
         self._prefix = prefix
-        self._cutter = LineCutter(b"")
+        self._cutter = LineSplitter(b"")
 
     def write(self, data: bytes) -> None:
         self._keep(self._cutter.feed(data))
@@ -186,7 +186,7 @@ class Tail:
 
 
 @dataclass
-class Route:
+class OutputRoute:
     """Where the output of one stream goes."""
 
     files: list[LogFile]
@@ -197,14 +197,14 @@ class Route:
     """None passes everything through as it is: one rank, nothing to tell apart."""
 
 
-class Pump:
+class OutputPipe:
     """The agent's side of one pipe."""
 
-    def __init__(self, route: Route, console: Console, resume: Callable[[Pump], None]) -> None:
+    def __init__(self, route: OutputRoute, console: Console, resume: Callable[[OutputPipe], None]) -> None:
         self._route = route
         self._console = console
         self._resume = resume
-        self._cutter = LineCutter(route.prefix) if route.prefix is not None else None
+        self._cutter = LineSplitter(route.prefix) if route.prefix is not None else None
         self._queued = 0
         self._lock = threading.Lock()
         self._shown = (b"", 0.0)

@@ -6,27 +6,27 @@ import selectors
 import time
 from collections.abc import Callable, Iterable
 
-from phalanx.launch.output.logs import Pump
+from phalanx.launch.output.logs import OutputPipe
 
 
-class Pumps:
+class PipeSet:
     """The pumps of one loop. ``wake`` makes it turn, from whichever thread."""
 
     def __init__(self, selector: selectors.BaseSelector, wake: Callable[[], None]) -> None:
         self._selector, self._wake = selector, wake
-        self._resumable: list[Pump] = []
+        self._resumable: list[OutputPipe] = []
 
-    def add(self, pump: Pump) -> None:
+    def add(self, pump: OutputPipe) -> None:
         """It is read from now on; a second time does no harm, nor after its end."""
         if not pump.ended and pump.fileno() not in self._selector.get_map():
             self._selector.register(pump, selectors.EVENT_READ, lambda: self._move(pump))
 
-    def resume(self, pump: Pump) -> None:
+    def resume(self, pump: OutputPipe) -> None:
         """Called on the console's thread: this pump may be read again."""
         self._resumable.append(pump)
         self._wake()
 
-    def turn(self, pumps: Iterable[Pump]) -> None:
+    def turn(self, pumps: Iterable[OutputPipe]) -> None:
         """What is due in every turn of the loop."""
         while self._resumable:
             self.add(self._resumable.pop())
@@ -34,6 +34,6 @@ class Pumps:
         for pump in pumps:
             pump.tick(now)
 
-    def _move(self, pump: Pump) -> None:
+    def _move(self, pump: OutputPipe) -> None:
         if not pump.read() or pump.paused:
             self._selector.unregister(pump)

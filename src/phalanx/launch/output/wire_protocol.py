@@ -13,7 +13,7 @@ from typing import Literal
 
 from phalanx import messages
 from phalanx.errors import ForeignData
-from phalanx.launch.output.logs import LineCutter
+from phalanx.launch.output.logs import LineSplitter
 from phalanx.messages import Count, ExitCode, Message, Name, Port, Rank, Signal, Text
 
 MARK = b"\x1ephalanx\x1e"
@@ -103,7 +103,7 @@ def marked(message: Hello | Refused | Ended | Said, node: str) -> bytes:
     return b"%s%d:%s\n" % (MARK, number, messages.seal(node, number, messages.encode(message)))
 
 
-def spoken(lines: Sequence[str], topic: Topic, node: str | None) -> bytes:
+def agent_line(lines: Sequence[str], topic: Topic, node: str | None) -> bytes:
     """What an agent says: to the person before the console, or to the conductor, which hears it from every node.
 
     Topics: ``announce``, ``signal`` (obeying one), ``cause`` and ``verdict`` (why the run ends), or none.
@@ -137,7 +137,7 @@ class Inbox:
         return True
 
 
-class Sieve(LineCutter):
+class MessageFilter(LineSplitter):
     """Whole lines of a remote's output, without the messages among them, which are handed over.
 
     Until it is opened the lines are dropped: they are a login shell's greeting.

@@ -39,7 +39,7 @@ _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 
 @dataclass
-class Disguise:
+class FreshModules:
     """What a fresh interpreter looks like, noted before the zygote imports anything."""
 
     path: list[str]
@@ -50,9 +50,9 @@ class Disguise:
     hidden: dict[str, dict[str, ModuleType]] = field(default_factory=dict)
 
     @staticmethod
-    def of_this_interpreter(fresh: frozenset[str]) -> Disguise:
+    def of_this_interpreter(fresh: frozenset[str]) -> FreshModules:
         """``fresh``: the modules that were there before any of ours."""
-        return Disguise(list(sys.path), fresh, dict(os.environ))
+        return FreshModules(list(sys.path), fresh, dict(os.environ))
 
     @contextlib.contextmanager
     def visible(self, directory: str | None) -> Iterator[None]:
@@ -150,7 +150,7 @@ def _comes_from(module: ModuleType | None, directory: str) -> bool:
 class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds hidden packages; loading one puts it back, with all of its submodules."""
 
-    def __init__(self, disguise: Disguise) -> None:
+    def __init__(self, disguise: FreshModules) -> None:
         self._disguise = disguise
         self._specs: dict[str, Any] = {}
 

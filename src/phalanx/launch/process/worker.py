@@ -31,7 +31,7 @@ from phalanx.status import layout
 from phalanx.torch_compat import names as torch_names
 
 if TYPE_CHECKING:  # a rank in an interpreter of its own imports nothing but the standard library before its script
-    from phalanx.launch.process.fresh_modules import Disguise
+    from phalanx.launch.process.fresh_modules import FreshModules
     from phalanx.launch.spec.launch_spec import WorkerSpec
 
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
@@ -49,7 +49,7 @@ class Birth:
     parent: int
     fds: list[int]
     """stdin, stdout, stderr, the report pipe; for a function also its pickle and the files it refers to."""
-    disguise: Disguise
+    disguise: FreshModules
     by_exec: bool
     shadowed: bool
     """A file beside the script has the name of a module that even our own start-up imports."""

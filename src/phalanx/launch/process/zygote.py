@@ -21,7 +21,7 @@ from phalanx import secret
 from phalanx.errors import ForeignData
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import keeper, oom_score, process_tree, torch_setup, worker
-from phalanx.launch.process.fresh_modules import Disguise
+from phalanx.launch.process.fresh_modules import FreshModules
 from phalanx.launch.process.worker import FOR_THE_WORKERS
 from phalanx.launch.process.zygote_messages import (
     CannotFork,
@@ -47,7 +47,7 @@ _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data",
 
 def main(fd: int, fresh: frozenset[str]) -> None:
     """The zygote's life; in a forked child it goes on as the worker's."""
-    disguise = Disguise.of_this_interpreter(fresh)
+    disguise = FreshModules.of_this_interpreter(fresh)
     # A job's end is often told to every process of it. The zygote's and the keeper's comes by their channels: were they
     # to go first, the workers would be killed in the middle of their last checkpoint.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_THE_WORKERS}
@@ -70,7 +70,7 @@ def main(fd: int, fresh: frozenset[str]) -> None:
 @dataclass
 class _Zygote:
     channel: Channel
-    disguise: Disguise
+    disguise: FreshModules
     setup: Setup
     handlers: dict[signal.Signals, Any]
     """What a fresh interpreter does on the signals that the zygote itself ignores."""

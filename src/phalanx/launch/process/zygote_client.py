@@ -45,7 +45,7 @@ _MESSAGE_SECONDS, _SWEEP_SECONDS, _STORE_SECONDS, _END_SECONDS = 10.0, 20.0, 60.
 """The zygote gives up on a process that cannot be killed after 10 s; the first store may have to import torch."""
 
 
-class Nursery:
+class ZygoteClient:
     """One zygote, with its keeper when a listening socket is given."""
 
     def __init__(

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from phalanx.errors import LaunchError
 from phalanx.launch.output.wire_protocol import Hello
-from phalanx.launch.remote.host_connection import Outpost
+from phalanx.launch.remote.host_connection import HostConnection
 from phalanx.launch.spec.launch_spec import LaunchSpec, placements
 from phalanx.system.ports import LOOPBACK, is_loopback
 
 
-def compare(outposts: Sequence[Outpost]) -> None:
+def compare(outposts: Sequence[HostConnection]) -> None:
     """An error for each host that would compute with something else than the first."""
     first, *others = outposts
     wrong = []
@@ -26,7 +26,7 @@ def compare(outposts: Sequence[Outpost]) -> None:
         raise LaunchError("\n".join(wrong))
 
 
-def master(outposts: Sequence[Outpost], spec: LaunchSpec) -> tuple[str, int]:
+def master(outposts: Sequence[HostConnection], spec: LaunchSpec) -> tuple[str, int]:
     """Address and port of the first host as the others see it."""
     first, *others = outposts
     port = spec.master_port or _hello(first).port or 0
@@ -46,7 +46,7 @@ def master(outposts: Sequence[Outpost], spec: LaunchSpec) -> tuple[str, int]:
     )
 
 
-def roll(outposts: Sequence[Outpost]) -> str:
+def roll(outposts: Sequence[HostConnection]) -> str:
     """Who has which ranks, in a line."""
     sizes = [_hello(outpost).nproc for outpost in outposts]
     everyone = placements(sizes)
@@ -58,11 +58,11 @@ def roll(outposts: Sequence[Outpost]) -> str:
     return f"{text}: {', '.join(parts[:8])}{', …' if len(parts) > 8 else ''}"
 
 
-def _versions(outpost: Outpost) -> dict[str, str]:
+def _versions(outpost: HostConnection) -> dict[str, str]:
     hello = _hello(outpost)
     return {"Python": hello.python, "torch": hello.torch, "phalanx": hello.phalanx}
 
 
-def _hello(outpost: Outpost) -> Hello:
+def _hello(outpost: HostConnection) -> Hello:
     assert outpost.hello is not None, "all have answered"
     return outpost.hello

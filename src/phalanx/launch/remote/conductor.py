@@ -18,11 +18,11 @@ from phalanx.errors import LaunchError
 from phalanx.launch.agent.signal_events import Signals
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.pipe_set import Pumps
+from phalanx.launch.output.pipe_set import PipeSet
 from phalanx.launch.remote import compatibility, forwarded_env
-from phalanx.launch.remote.host_connection import Outpost
-from phalanx.launch.remote.transports import Way, find_way
-from phalanx.launch.spec.launch_spec import Fleet, LaunchSpec
+from phalanx.launch.remote.host_connection import HostConnection
+from phalanx.launch.remote.transports import Transport, find_transport
+from phalanx.launch.spec.launch_spec import HostList, LaunchSpec
 
 _TICK = 0.5
 _OTHERS_MAY_ANSWER = 3.0  # after one host has failed to: all that are wrong are named at once
@@ -45,17 +45,17 @@ def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *
 
 class _Conductor:
     def __init__(
-        self, spec: LaunchSpec, fleet: Fleet, argv: tuple[str, ...], environment: Mapping[str, str], is_launch: bool
+        self, spec: LaunchSpec, fleet: HostList, argv: tuple[str, ...], environment: Mapping[str, str], is_launch: bool
     ) -> None:
         self._spec, self._fleet = spec, fleet
         self._argv, self._environment, self._is_launch = argv, environment, is_launch
-        ways = [find_way(host, fleet) for host in fleet.hosts]
+        ways = [find_transport(host, fleet) for host in fleet.hosts]
         self._console = Console()
         self._selector = selectors.DefaultSelector()
         self._signals = Signals((*spec.signals, "SIGCHLD"), self._selector)
-        self._pumps = Pumps(self._selector, self._signals.wake)
+        self._pumps = PipeSet(self._selector, self._signals.wake)
         self._ways = ways
-        self._outposts: list[Outpost] = []
+        self._outposts: list[HostConnection] = []
         self._signalled: list[int] = []
         self._shown: set[str] = set()
         self._verdict: str | None = None
@@ -90,13 +90,13 @@ class _Conductor:
             names = ", ".join(host.name for host in self._fleet.hosts)
             self._say(f"SLURM gives {len(self._fleet.hosts)} nodes ({names}); starting on all of them with srun")
         for node, way in enumerate(self._ways):
-            outpost = Outpost(node, way, self._console, self._pumps.resume, self._hear)
+            outpost = HostConnection(node, way, self._console, self._pumps.resume, self._hear)
             self._outposts.append(outpost)
             for stream in outpost.streams:
                 self._pumps.add(stream)
             outpost.send(self._order(node, way))
 
-    def _order(self, node: int, way: Way) -> wire_protocol.Order:
+    def _order(self, node: int, way: Transport) -> wire_protocol.Order:
         first, own = self._ways[0], secret.text()
         assert own is not None
         return wire_protocol.Order(
@@ -168,7 +168,7 @@ class _Conductor:
                     self._finish(outpost)
             self._end_what_is_left(now)
 
-    def _finish(self, outpost: Outpost) -> None:
+    def _finish(self, outpost: HostConnection) -> None:
         """Its way has ended: what is left in the pipes is read, and its end is understood."""
         deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
         while not outpost.has_drained and time.monotonic() < deadline:
@@ -211,7 +211,7 @@ class _Conductor:
 
     def _hear(
         self,
-        outpost: Outpost,
+        outpost: HostConnection,
         message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said,
     ) -> None:
         match message:

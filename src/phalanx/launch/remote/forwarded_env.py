@@ -22,8 +22,8 @@ def pack(environ: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:
     for name in more:
         if name not in environ:
             raise UsageError(f"--export {name}: there is no such variable here; set it, or leave it out.")
-    return {name: value for name, value in environ.items() if name in more or _travels(name)}
+    return {name: value for name, value in environ.items() if name in more or _is_forwarded(name)}
 
 
-def _travels(name: str) -> bool:
+def _is_forwarded(name: str) -> bool:
     return any(fnmatchcase(name, each) for each in PATTERNS) and not any(fnmatchcase(name, each) for each in STAY)

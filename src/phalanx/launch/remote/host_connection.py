@@ -10,32 +10,38 @@ from collections.abc import Callable
 from phalanx.errors import LaunchError
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.logs import Pump, Route, Tail
+from phalanx.launch.output.logs import OutputPipe, OutputRoute, Tail
 from phalanx.launch.process import helper_processes
-from phalanx.launch.remote.transports import Way
+from phalanx.launch.remote.transports import Transport
 
 
-class Stream(Pump):
+class Stream(OutputPipe):
     """Standard output or error of a way; messages among its lines are taken out."""
 
     def __init__(
-        self, tail: Tail, fd: int, console: Console, resume: Callable[[Pump], None], sieve: wire_protocol.Sieve
+        self,
+        tail: Tail,
+        fd: int,
+        console: Console,
+        resume: Callable[[OutputPipe], None],
+        sieve: wire_protocol.MessageFilter,
     ) -> None:
-        super().__init__(Route([], tail, fd, b""), console, resume)
+        super().__init__(OutputRoute([], tail, fd, b""), console, resume)
         self._cutter = sieve
 
 
-class Outpost:
+class HostConnection:
     """From the start of a way to its end."""
 
     def __init__(
         self,
         node: int,
-        way: Way,
+        way: Transport,
         console: Console,
-        resume: Callable[[Pump], None],
+        resume: Callable[[OutputPipe], None],
         hear: Callable[
-            [Outpost, wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said], None
+            [HostConnection, wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said],
+            None,
         ],
     ) -> None:
         """``hear`` gets the messages of its remote."""
@@ -50,7 +56,7 @@ class Outpost:
         self._outbox = b""
         self._tail = Tail()
         inbox = wire_protocol.Inbox(self.name, lambda message: hear(self, message))
-        self._sieves = [wire_protocol.Sieve(inbox) for _ in range(2)]
+        self._sieves = [wire_protocol.MessageFilter(inbox) for _ in range(2)]
         fds = (console.out, console.err)
         self.streams = [
             Stream(self._tail, fd, console, resume, sieve) for fd, sieve in zip(fds, self._sieves, strict=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from phalanx.errors import LaunchError
 from phalanx.launch.process import python_command
 from phalanx.launch.spec.hosts import is_here
-from phalanx.launch.spec.launch_spec import Fleet, Host
+from phalanx.launch.spec.launch_spec import Host, HostList
 from phalanx.source_lines import SYS_PATH_ENTRY
 
 _SSH_FAILED = 255
@@ -35,7 +35,7 @@ _SAID_BY_SSH = re.compile(
 
 
 @dataclass(frozen=True)
-class Way:
+class Transport:
     """How the remote of one host is started."""
 
     host: Host
@@ -80,16 +80,16 @@ class Way:
         return f"the agent on {name} ended without a word, with {_how(code)}"
 
 
-def find_way(host: Host, fleet: Fleet) -> Way:
+def find_transport(host: Host, fleet: HostList) -> Transport:
     remote = _remote()
     if fleet.way == "srun":
         # Beside the step that may run already, and not bound to the one core that one task would get.
         flags = ("--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none", "--quiet")
-        return Way(host, "srun", ("srun", *flags, *remote))
+        return Transport(host, "srun", ("srun", *flags, *remote))
     if is_here(host):
-        return Way(host, "here", tuple(remote))
+        return Transport(host, "here", tuple(remote))
     # `exec`: no shell stays between ssh's server and the remote.
-    return Way(host, "ssh", (*fleet.ssh, *_options(fleet.ssh, host), host.target, f"exec {shlex.join(remote)}"))
+    return Transport(host, "ssh", (*fleet.ssh, *_options(fleet.ssh, host), host.target, f"exec {shlex.join(remote)}"))
 
 
 def _remote() -> list[str]:

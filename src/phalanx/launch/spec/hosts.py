@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.cluster import slurm
 from phalanx.errors import UsageError
 from phalanx.launch.spec import network
-from phalanx.launch.spec.launch_spec import MOST_PROCESSES, Fleet, Host
+from phalanx.launch.spec.launch_spec import MOST_PROCESSES, Host, HostList
 from phalanx.system.ports import is_loopback
 
 _HOST = re.compile(
@@ -22,7 +22,7 @@ _HOST = re.compile(
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def find_fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fleet | None:
+def find_hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
     """The machines that this command is to start; None when it is to start this one alone."""
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise UsageError("--hosts and --hostfile contradict each other; give one of them.")
@@ -36,7 +36,7 @@ def find_fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Fle
             return None
     if way == "ssh":
         _check_flags(arguments, len(hosts))
-    return Fleet(hosts, way, _words(arguments.ssh), _names(arguments.export))
+    return HostList(hosts, way, _words(arguments.ssh), _names(arguments.export))
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

@@ -1,11 +1,12 @@
 """What all collectives across nodes have in common: they begin when all agree, and fail everywhere for one reason.
 
 A collective begins with its signature: the ranks of a node compare theirs in shared memory, the leaders of the nodes
-theirs over `Links`. So data moves by gloo only when every rank is there and wants the same.
+theirs over `LeaderLinks`. So data moves by gloo only when every rank is there and wants the same.
 
-A failure: the first rank that meets one writes it to the store (`Alarm`), then aborts the shared memory of its node,
-which ends the waits of all ranks there at once; they read the cause in the store. Leaders tell each other as well, and
-whoever waits for the network looks around ten times a second. So every rank raises the same, wherever it waits.
+A failure: the first rank that meets one writes it to the store (`FailureStore`), then aborts the shared memory of its
+node, which ends the waits of all ranks there at once; they read the cause in the store. Leaders tell each other as
+well, and whoever waits for the network looks around ten times a second. So every rank raises the same, wherever it
+waits.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.native.library import Signature
-from phalanx.shm.hierarchical.failure_store import Alarm
-from phalanx.shm.hierarchical.gloo_groups import Rail, abandon, first_line, has_come
-from phalanx.shm.hierarchical.leader_links import SLICE, Links
-from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.hierarchical.failure_store import FailureStore
+from phalanx.shm.hierarchical.gloo_groups import GlooGroup, abandon, first_line, has_come
+from phalanx.shm.hierarchical.leader_links import SLICE, LeaderLinks
+from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
 from phalanx.shm.node.collectives import Collectives
 from phalanx.shm.node.failures import CollectiveAborted, Names, PeerLost
@@ -43,13 +44,13 @@ class _GlooFailed(Exception):
     """What gloo says, which names no rank."""
 
 
-class Passage:
+class Agreement:
     """A rank's place between the shared memory of its node and the network."""
 
     def __init__(
         self,
         store: Any,
-        nodes: Nodes,
+        nodes: Topology,
         claims: Sequence[Claim],
         timeout: timedelta,
         names: Names,
@@ -65,15 +66,15 @@ class Passage:
         self._names_here.pids = tuple(claim.pid for claim in here)
         self._names_here.hosts = tuple(claim.host for claim in here)
         within = dist.PrefixStore(f"node/{nodes.here}", store)
-        self._alarm = Alarm(store)
-        self._links: Links | None = None
+        self._alarm = FailureStore(store)
+        self._links: LeaderLinks | None = None
         with contextlib.ExitStack() as on_error:
             self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
             on_error.callback(self._segment.close)
             if nodes.is_leader:
-                self._links = Links(store, nodes, address, seconds, names)
+                self._links = LeaderLinks(store, nodes, address, seconds, names)
                 on_error.callback(self._links.close)
-            self.rail = Rail(store, nodes, timeout, address, names) if nodes.has_rail else None
+            self.rail = GlooGroup(store, nodes, timeout, address, names) if nodes.has_rail else None
             on_error.pop_all()
         self._entry = Collectives(self._segment, nodes.local, len(here), seconds)
         self.local = Collectives(self._segment, nodes.local, len(here), seconds)

@@ -19,12 +19,12 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.native import library
 from phalanx.native.library import Signature
 from phalanx.shm.hierarchical import reduction_plan
-from phalanx.shm.hierarchical.agreement import Passage
+from phalanx.shm.hierarchical.agreement import Agreement
 from phalanx.shm.hierarchical.flat_tensors import as_bytes, flat, memory, read, real, size_of, typed, write
 from phalanx.shm.hierarchical.gloo_groups import NEVER
-from phalanx.shm.hierarchical.pipeline import Large
+from phalanx.shm.hierarchical.pipeline import Pipeline
 from phalanx.shm.hierarchical.reduction_plan import Reduction
-from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
 from phalanx.shm.node.failures import Names
 from phalanx.shm.node.tensors import Staging, check_blocks, check_exchange, code_of, numbers_of, reduce_of, split
@@ -39,7 +39,7 @@ class AcrossNodes:
     def __init__(
         self,
         store: Any,
-        nodes: Nodes,
+        nodes: Topology,
         claims: Sequence[Claim],
         timeout: timedelta,
         names: Names,
@@ -49,8 +49,8 @@ class AcrossNodes:
         """``gloo`` is a group of all ranks."""
         self._nodes, self._names, self._gloo = nodes, names, gloo
         self._rank, self._size = nodes.rank, len(claims)
-        self._passage = passage = Passage(store, nodes, claims, timeout, names, address, gloo)
-        self._local, self._large = passage.local, Large(passage)
+        self._passage = passage = Agreement(store, nodes, claims, timeout, names, address, gloo)
+        self._local, self._large = passage.local, Pipeline(passage)
         self.prepared: dict[Any, library.Call] = {}
         """Always empty: beside the network the making of a call is nothing."""
         self.set_timeout, self.within = passage.set_timeout, passage.within

@@ -19,7 +19,7 @@ _PATIENCE = 3.0
 """The same when a failure is to be told or explained."""
 
 
-class Alarm:
+class FailureStore:
     """The group's first failure, in the group's store."""
 
     def __init__(self, store: Any) -> None:

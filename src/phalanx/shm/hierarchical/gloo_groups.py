@@ -20,9 +20,9 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx.errors import JoinError, UsageError
 from phalanx.shm.hierarchical import reduction_plan
 from phalanx.shm.hierarchical.reduction_plan import Reduction
-from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node.failures import CollectiveTimeout, Names, PeerLost
-from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import Staging
 from phalanx.status import layout
 from phalanx.torch_compat.c10d import source_rank
@@ -92,10 +92,10 @@ class Sent:
     """What is left to do when it has come."""
 
 
-class Rail:
+class GlooGroup:
     """gloo between the ranks that have the same place on their nodes. Everything begins at once and ends later."""
 
-    def __init__(self, store: Any, nodes: Nodes, timeout: timedelta, address: str, names: Names) -> None:
+    def __init__(self, store: Any, nodes: Topology, timeout: timedelta, address: str, names: Names) -> None:
         self._nodes = nodes
         rail = dist.PrefixStore(f"rail/{nodes.local}", store)
         try:
@@ -149,7 +149,7 @@ def has_come(work: dist.Work, seconds: float) -> bool:
 # ---- send and recv
 
 
-class Letter(dist.Work):
+class GlooMessage(dist.Work):
     """A send or a receive by gloo, with our errors."""
 
     def __init__(
@@ -187,28 +187,28 @@ class Letter(dist.Work):
         return source_rank(self._work)
 
 
-class Letters:
+class GlooMessages:
     """What `Messages` is within a node, for ranks of several."""
 
-    def __init__(self, gloo: Any, names: Names, book: Logbook) -> None:
+    def __init__(self, gloo: Any, names: Names, book: StatusLog) -> None:
         self._gloo, self._names, self._book = gloo, names, book
         self.closed: str | None = None
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> Letter:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
         self._check()
         staging = Staging()
         work = self._gloo.send([staging.read(tensor)], peer, tag)
         waiting = functools.partial(self._book.waiting, layout.SEND, tensor, peer)
-        return Letter(work, f"a message to {self._names(peer)} with tag {tag}", staging, self._names, waiting)
+        return GlooMessage(work, f"a message to {self._names(peer)} with tag {tag}", staging, self._names, waiting)
 
-    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Letter:
+    def receive(self, tensor: Tensor, peer: int | None, tag: int) -> GlooMessage:
         self._check()
         staging = Staging()
         block = staging.write(tensor)
         work = self._gloo.recv_anysource([block], tag) if peer is None else self._gloo.recv([block], peer, tag)
         sender = "any rank" if peer is None else self._names(peer)
         waiting = functools.partial(self._book.waiting, layout.RECV, tensor, peer)
-        return Letter(work, f"a message from {sender} with tag {tag}", staging, self._names, waiting)
+        return GlooMessage(work, f"a message from {sender} with tag {tag}", staging, self._names, waiting)
 
     def close(self, reason: str) -> None:
         self.closed = reason

@@ -22,7 +22,7 @@ from phalanx import messages
 from phalanx.errors import ForeignData, JoinError
 from phalanx.messages import Name, Port
 from phalanx.shm.hierarchical import failure_store
-from phalanx.shm.hierarchical.topology import Nodes
+from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
 from phalanx.shm.node.failures import Names
 from phalanx.store import join
@@ -43,7 +43,7 @@ _STORE_SLICE = 2.0
 """A wait in the store cannot be interrupted, so it is done in pieces of this length."""
 
 
-class _Line:
+class _Connection:
     """The connection to one other leader."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
@@ -109,14 +109,14 @@ class _Line:
                 self.failure = failure_store.decode(data)
 
 
-class Links:
+class LeaderLinks:
     """What the leader of a node has: a line to each other leader."""
 
-    def __init__(self, store: Any, nodes: Nodes, address: str, timeout: float, names: Names) -> None:
+    def __init__(self, store: Any, nodes: Topology, address: str, timeout: float, names: Names) -> None:
         self._nodes, self._names = nodes, names
         self._selector = selectors.DefaultSelector()
         connections = _connect_all(store, nodes, address, timeout)
-        self._lines = {node: _Line(nodes.leader_of(node), connections[node]) for node in sorted(connections)}
+        self._lines = {node: _Connection(nodes.leader_of(node), connections[node]) for node in sorted(connections)}
         for line in self._lines.values():
             self._selector.register(line.socket, selectors.EVENT_READ, line)
 
@@ -192,7 +192,7 @@ class Links:
                     self._selector.modify(line.socket, both, line)
         ready = self._selector.select(seconds)
         for key, events in ready:
-            line: _Line = key.data
+            line: _Connection = key.data
             if events & selectors.EVENT_WRITE:
                 line.send()
             if events & selectors.EVENT_READ:
@@ -205,7 +205,7 @@ class Links:
 # ---- connecting
 
 
-def _connect_all(store: Any, nodes: Nodes, address: str, timeout: float) -> dict[int, socket.socket]:
+def _connect_all(store: Any, nodes: Topology, address: str, timeout: float) -> dict[int, socket.socket]:
     """A connection to each other leader. The later node calls the earlier one."""
     deadline = time.monotonic() + timeout
     secret = secrets.token_bytes(16)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.shm.hierarchical.agreement import Passage
+from phalanx.shm.hierarchical.agreement import Agreement
 from phalanx.shm.hierarchical.flat_tensors import as_bytes
-from phalanx.shm.hierarchical.gloo_groups import Rail, Sent
+from phalanx.shm.hierarchical.gloo_groups import GlooGroup, Sent
 from phalanx.shm.hierarchical.reduction_plan import Reduction
 from phalanx.shm.hierarchical.topology import cut, pieces
 
@@ -35,15 +35,15 @@ class _Job:
 
     piece: Tensor
     before: _InMemory
-    send: Callable[[Rail, Tensor], Sent]
+    send: Callable[[GlooGroup, Tensor], Sent]
     """For each part, by the rank that has its rail."""
     after: _InMemory
 
 
-class Large:
+class Pipeline:
     """The way over the rails. All ranks of all nodes have agreed before."""
 
-    def __init__(self, passage: Passage) -> None:
+    def __init__(self, passage: Agreement) -> None:
         self._passage, self._nodes, self._local = passage, passage.nodes, passage.local
 
     def reduce(self, block: Tensor, reduction: Reduction) -> None:
@@ -52,7 +52,7 @@ class Large:
         def add_up(piece: Tensor) -> None:
             self._add_up(piece, reduction)
 
-        def send(rail: Rail, part: Tensor) -> Sent:
+        def send(rail: GlooGroup, part: Tensor) -> Sent:
             return rail.all_reduce(part, reduction)
 
         self._run(_Job(piece, add_up, send, self._share) for piece in self._pieces(block))
@@ -67,7 +67,7 @@ class Large:
     def _spread_one(self, origin: int, block: Tensor, before: _InMemory) -> Iterator[_Job]:
         is_here = origin == self._nodes.here
 
-        def send(rail: Rail, part: Tensor) -> Sent:
+        def send(rail: GlooGroup, part: Tensor) -> Sent:
             return rail.broadcast(part, origin)
 
         for piece in self._pieces(as_bytes(block)):

@@ -15,7 +15,7 @@ _SMALL_BYTES = 128 << 10
 
 
 @dataclass(frozen=True)
-class Nodes:
+class Topology:
     """The nodes of a group as one of its ranks sees them. Ranks are numbers within the group."""
 
     members: tuple[tuple[int, ...], ...]
@@ -94,12 +94,12 @@ class Nodes:
         return max(1024, _SMALL_BYTES // self.count)
 
 
-def sort_into_nodes(machines: Sequence[str], rank: int) -> Nodes:
+def sort_into_nodes(machines: Sequence[str], rank: int) -> Topology:
     """``machines[r]`` is where rank r runs."""
     found: dict[str, list[int]] = {}
     for other, machine in enumerate(machines):
         found.setdefault(machine, []).append(other)
-    return Nodes(tuple(tuple(ranks) for ranks in found.values()), rank)
+    return Topology(tuple(tuple(ranks) for ranks in found.values()), rank)
 
 
 def cut(count: int, parts: int) -> list[slice]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.errors import CollectiveError, UsageError
 from phalanx.shm.node.failures import CollectiveAborted, CollectiveMismatch, Names, PeerLost
 from phalanx.shm.node.p2p_message import Message, spell
-from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import width_of
 
 _HEADER = struct.Struct("<qQQ")
@@ -39,7 +39,7 @@ def _process_behind(line: socket.socket) -> int | None:
 class Messages:
     """The messages of one rank in one group."""
 
-    def __init__(self, rank: int, names: Names, book: Logbook) -> None:
+    def __init__(self, rank: int, names: Names, book: StatusLog) -> None:
         self._rank, self._names, self._book = rank, names, book
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind("")  # an abstract name of the kernel's choice: it leaves no file

@@ -10,7 +10,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from phalanx.shm.node.failures import CollectiveTimeout, Names
-from phalanx.shm.node.status_log import Logbook
+from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import DTYPE_NAMES, Staging, code_of
 from phalanx.shm.node.work_queue import Work
 from phalanx.status import layout
@@ -19,7 +19,9 @@ from phalanx.status import layout
 class Message(Work):
     """A send or a receive that somebody can wait for."""
 
-    def __init__(self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names, book: Logbook) -> None:
+    def __init__(
+        self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names, book: StatusLog
+    ) -> None:
         super().__init__([tensor])
         self.peer, self.tag, self.received = peer, tag, received
         self._staging, self._names, self._book = Staging(), names, book

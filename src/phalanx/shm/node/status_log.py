@@ -17,7 +17,7 @@ _OTHER = layout.DTYPES.index("other")
 _DTYPES = {getattr(torch, layout.DTYPES[code]): code for code in range(1, _OTHER)}
 
 
-class Logbook(dict[tuple[int, torch.dtype | None], int]):
+class StatusLog(dict[tuple[int, torch.dtype | None], int]):
     """Of one group: operation and type to the page's number for both. None is the type of what carries nothing."""
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:

@@ -147,7 +147,7 @@ class Finished(dist.Work):
         return True
 
 
-class Lane:
+class WorkQueue:
     """The order of a group's collectives."""
 
     def __init__(self, name: str, page: StatusPage | None, log: library.Log | None = None) -> None:

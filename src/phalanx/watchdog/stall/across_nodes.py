@@ -15,7 +15,7 @@ from phalanx.messages import Message, Seconds, Text, replace
 from phalanx.run_records import HangRecord
 from phalanx.status.rank_record import RankRecord
 from phalanx.watchdog.exchange import Exchange
-from phalanx.watchdog.stall.threshold import Sighting
+from phalanx.watchdog.stall.threshold import Observation
 
 _SOURCE = "what another node says of its ranks"
 
@@ -25,7 +25,7 @@ class StallSnapshot(Message, frozen=True):
 
     quiet: Seconds
     """Since the last progress of any of them."""
-    sightings: tuple[Sighting, ...]
+    sightings: tuple[Observation, ...]
     records: tuple[RankRecord, ...] | None = None
     """All that is known of them, with their stacks; None: that has not been looked at yet."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phalanx.status import Collective
 from phalanx.status.rank_record import MESSAGES, RankRecord
 from phalanx.status.stack_parser import Line
-from phalanx.watchdog.stall.rank_activity import Whereabouts, whereabouts
+from phalanx.watchdog.stall.rank_activity import RankActivity, rank_activity
 
 _COMPARED = 8
 """Ranks that wait do mostly the same; a missing one is compared with some of them."""
@@ -32,7 +32,7 @@ class Elsewhere:
     """Ranks that do not wait in a collective, and do the same."""
 
     ranks: tuple[int, ...]
-    what: Whereabouts
+    what: RankActivity
     example: RankRecord
 
 
@@ -66,7 +66,7 @@ class Hang:
         return self.kind, tuple(waiting), tuple((group.ranks, *_where(group.what)) for group in self.elsewhere)
 
 
-def _where(what: Whereabouts) -> tuple[object, ...]:
+def _where(what: RankActivity) -> tuple[object, ...]:
     """A rank that computes is at another line all the time, but stays in its function."""
     line = what.line
     if line is None:
@@ -229,9 +229,9 @@ def _line_of(record: RankRecord, collective: Collective) -> Line | None:
 
 
 def _elsewhere(absent: Sequence[RankRecord], waiters: Sequence[RankRecord]) -> Iterator[Elsewhere]:
-    groups: dict[tuple[object, ...], list[tuple[RankRecord, Whereabouts]]] = {}
+    groups: dict[tuple[object, ...], list[tuple[RankRecord, RankActivity]]] = {}
     for record in absent:
-        what = whereabouts(record, waiters[:_COMPARED])
+        what = rank_activity(record, waiters[:_COMPARED])
         line = (what.line.file, what.line.line) if what.line else None
         groups.setdefault((what.kind, line, what.left), []).append((record, what))
     for found in sorted(groups.values(), key=lambda group: (len(group), group[0][0].rank)):

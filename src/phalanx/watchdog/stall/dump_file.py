@@ -10,7 +10,7 @@ from phalanx.status.rank_record import RankRecord, Vitals
 from phalanx.status.stack_parser import Thread
 
 
-def dossier(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:
+def dump_lines(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:
     """A file's content."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), *verdict, ""]
     for record in records:

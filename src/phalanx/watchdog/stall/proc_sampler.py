@@ -30,7 +30,7 @@ def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None
     return None if found is None else Reading(now, found, found.moved + tcp_bytes.moved_by(pid, connections))
 
 
-class Chart:
+class ProcSampler:
     """Readings of all these processes, as far back as they are of use."""
 
     def __init__(self, window: float) -> None:

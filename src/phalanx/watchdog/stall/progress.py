@@ -14,20 +14,20 @@ from phalanx import status
 from phalanx.status.rank_record import Child, RankRecord
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.system import procfs
-from phalanx.watchdog.stall.proc_sampler import Chart
-from phalanx.watchdog.stall.snapshot import Subject
+from phalanx.watchdog.stall.proc_sampler import ProcSampler
+from phalanx.watchdog.stall.snapshot import StalledRank
 
 _SLEPT = 5.0
 """Seconds without a look: it was us who stood still, stopped or on a machine that was asleep."""
 
 
-class Vigil:
+class ProgressMonitor:
     """Of one attempt."""
 
     def __init__(self, directory: Path, stall_after: float) -> None:
         self._directory, self._stall_after = directory, stall_after
         self._every = min(1.0, stall_after / 5)
-        self._chart = Chart(stall_after)
+        self._chart = ProcSampler(stall_after)
         self._pulses: dict[int, tuple[int, ...] | None] = {}
         self._moved_at: dict[int, float] = {}
         self._just_moved: set[int] = set()
@@ -86,11 +86,11 @@ class Vigil:
         """Whether it has watched them for long enough to say who works."""
         return self._chart.span >= self._stall_after / 4
 
-    def subjects(self, members: Mapping[int, WatchedRank], now: float) -> list[Subject]:
+    def subjects(self, members: Mapping[int, WatchedRank], now: float) -> list[StalledRank]:
         """What is known of each rank without asking it."""
         return [self._subject(rank, member, now) for rank, member in sorted(members.items())]
 
-    def _subject(self, rank: int, member: WatchedRank, now: float) -> Subject:
+    def _subject(self, rank: int, member: WatchedRank, now: float) -> StalledRank:
         pid = _living(member)
         vitals = None if pid is None else self._chart.vitals(pid)
         below = [self._chart.vitals(child) for child in self._chart.families.get(pid or 0, ())]
@@ -105,7 +105,7 @@ class Vigil:
             exit_code=None if exited is None else exited.exit_code or -(exited.signal or 0),
             thread_death=member.thread_death,
         )
-        return Subject(record, pid)
+        return StalledRank(record, pid)
 
 
 def _living(member: WatchedRank) -> int | None:

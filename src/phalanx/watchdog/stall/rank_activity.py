@@ -46,7 +46,7 @@ _ASKS_DATABASE = re.compile(r"\.(execute|executemany|executescript|commit)\(")
 
 
 @dataclass(frozen=True)
-class Whereabouts:
+class RankActivity:
     """Of one rank."""
 
     kind: str
@@ -64,10 +64,10 @@ class Whereabouts:
     """The line of the loop that it has left, as the ranks that wait have it."""
 
 
-def whereabouts(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Whereabouts:
+def rank_activity(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> RankActivity:
     """``waiting``: the ranks that wait for this one."""
     if record.exit_code is not None:
-        return Whereabouts("ended")
+        return RankActivity("ended")
     main = record.main
     line = main.telling if main else None
     left = next(filter(None, (has_left(record, other) for other in waiting)), None)
@@ -75,12 +75,12 @@ def whereabouts(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Where
     if kind is not None:
         if kind == "finished":
             handler = _at_exit(main)
-            return Whereabouts(kind, holder=None if handler else _holder(record.threads), handler=handler, left=left)
-        return Whereabouts(kind, line, left=left)
+            return RankActivity(kind, holder=None if handler else _holder(record.threads), handler=handler, left=left)
+        return RankActivity(kind, line, left=left)
     if main is not None and _is_in_loader(main):
-        return Whereabouts("loader", line, helper=_stuck(record.children, of_loader=True), left=left)
+        return RankActivity("loader", line, helper=_stuck(record.children, of_loader=True), left=left)
     kind = _idle_kind(record, main)
-    return Whereabouts(
+    return RankActivity(
         kind,
         line,
         helper=_stuck(record.children, of_loader=False) if kind == "child" else None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from phalanx import messages, status
 from phalanx.source_lines import shorten_path, source_of
 from phalanx.status.rank_record import UNNAMED, RankRecord
-from phalanx.status.reading import Place
+from phalanx.status.reading import CodeLine
 from phalanx.store import tcp_store
 from phalanx.watchdog.stall.stack_dump import Wanted, stacks_of
 
@@ -25,7 +25,7 @@ _MOST_CHILDREN = 16
 
 
 @dataclass(frozen=True)
-class Subject:
+class StalledRank:
     """A rank as it is known before the inquiry."""
 
     record: RankRecord
@@ -33,10 +33,10 @@ class Subject:
     """None: it has ended."""
 
 
-class Inquiry:
+class SnapshotCollector:
     """Into why they stand still."""
 
-    def __init__(self, subjects: Sequence[Subject], directory: Path, done: Callable[[], None]) -> None:
+    def __init__(self, subjects: Sequence[StalledRank], directory: Path, done: Callable[[], None]) -> None:
         """``done`` is called on the thread, when the records are there."""
         self._subjects, self._directory, self._done = subjects, directory, done
         self.records: list[RankRecord] | None = None
@@ -89,7 +89,7 @@ class Inquiry:
             for subject, record in zip(self._subjects, records, strict=True)
         ]
 
-    def _with_page(self, subject: Subject) -> RankRecord:
+    def _with_page(self, subject: StalledRank) -> RankRecord:
         """As new as can be. A rank that cannot answer has the page that it had."""
         record = subject.record
         path = status.status_path(self._directory, record.rank)
@@ -110,7 +110,7 @@ class Inquiry:
         return messages.replace(record, status=known, sources=sources, unreachable=unreachable)
 
 
-def _shortened(place: Place) -> Place:
+def _shortened(place: CodeLine) -> CodeLine:
     """On this node, where it is known what a path can be shortened by."""
     return messages.replace(place, file=shorten_path(place.file))
 

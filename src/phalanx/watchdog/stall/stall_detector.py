@@ -19,11 +19,11 @@ from phalanx.status.rank_record import RankRecord
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallSnapshot, StallVerdict, aged_records
 from phalanx.watchdog.stall.classify import Hang, find_hang
-from phalanx.watchdog.stall.dump_file import dossier
-from phalanx.watchdog.stall.progress import Vigil
-from phalanx.watchdog.stall.snapshot import Inquiry, Subject
+from phalanx.watchdog.stall.dump_file import dump_lines
+from phalanx.watchdog.stall.progress import ProgressMonitor
+from phalanx.watchdog.stall.snapshot import SnapshotCollector, StalledRank
 from phalanx.watchdog.stall.stall_text import go_on, headline, verdict_lines
-from phalanx.watchdog.stall.threshold import Sighting, patience, sighting_of
+from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
 _AGAIN = 10
 """A verdict that has not changed is said again after ten times as long."""
@@ -59,7 +59,7 @@ class _Collected:
     """Seconds without progress when they were asked."""
 
 
-class StallWatch:
+class StallDetector:
     """The watch over the ranks of this node, in one attempt."""
 
     def __init__(
@@ -69,8 +69,8 @@ class StallWatch:
         agent's loop turn."""
         self._terms, self._directory, self._place = terms, directory, place
         self._exchange, self._wake = exchange, wake
-        self._vigil = Vigil(directory, terms.stall_after)
-        self._inquiry: Inquiry | None = None
+        self._vigil = ProgressMonitor(directory, terms.stall_after)
+        self._inquiry: SnapshotCollector | None = None
         self._is_inquiring = False
         self._begun = _Collected((), 0.0, 0.0)
         """What is being collected."""
@@ -109,7 +109,7 @@ class StallWatch:
         if not self._vigil.is_informed:
             return
         subjects = self._vigil.subjects(members, now)
-        sightings = tuple(sighting_of(subject.record) for subject in subjects)
+        sightings = tuple(observation_of(subject.record) for subject in subjects)
         self._update_records(sightings, quiet, now)
         known = self._collected
         own = StallSnapshot(quiet, sightings, known.records if known is not None else None)
@@ -130,7 +130,9 @@ class StallWatch:
         """Every node sees the same, so each knows when the stacks of its ranks are wanted."""
         quiet = min(one.quiet for one in (own, *others))
         self._quiet = max(self._quiet, quiet)
-        limit = patience([sighting for one in (own, *others) for sighting in one.sightings], self._terms.stall_after)
+        limit = stall_threshold(
+            [sighting for one in (own, *others) for sighting in one.sightings], self._terms.stall_after
+        )
         return limit is not None and quiet >= limit
 
     def _end_stall(self) -> None:
@@ -141,14 +143,14 @@ class StallWatch:
 
     # ---- why?
 
-    def _inquire(self, subjects: Sequence[Subject], own: StallSnapshot, now: float) -> None:
+    def _inquire(self, subjects: Sequence[StalledRank], own: StallSnapshot, now: float) -> None:
         """Not all the time: ranks that are asked again and again would never be left in peace."""
         if self._collected is None and not self._is_inquiring and now >= self._not_before:
             self._is_inquiring = True
             self._begun = _Collected((), now, own.quiet)
-            self._inquiry = Inquiry(subjects, self._directory, self._wake)
+            self._inquiry = SnapshotCollector(subjects, self._directory, self._wake)
 
-    def _update_records(self, sightings: Sequence[Sighting], quiet: float, now: float) -> None:
+    def _update_records(self, sightings: Sequence[Observation], quiet: float, now: float) -> None:
         """Takes what the inquiry has found, and drops it when the pages have changed since, or after twice as long."""
         inquiry = self._inquiry
         if self._is_inquiring and inquiry is not None and inquiry.is_over:
@@ -159,7 +161,7 @@ class StallWatch:
             self._collected = replace_fields(self._begun, records=records, at=now)
         known = self._collected
         if known is not None:
-            has_changed = _essence(map(sighting_of, known.records)) != _essence(sightings)
+            has_changed = _essence(map(observation_of, known.records)) != _essence(sightings)
             if has_changed or quiet >= _LOOK_AGAIN * known.quiet:
                 self._collected = None
 
@@ -173,7 +175,7 @@ class StallWatch:
         if told is not None and seen == self._judged and min(one.quiet for one in snapshots) < _AGAIN * told.said:
             return
         hang = find_hang(records)
-        limit = patience([sighting_of(record) for record in records], self._terms.stall_after)
+        limit = stall_threshold([observation_of(record) for record in records], self._terms.stall_after)
         if limit is None or hang.quiet < limit:
             self._collected = None  # it looked different when the ranks were asked
             return
@@ -198,13 +200,13 @@ class StallWatch:
         try:
             fd = run_files.open_file(self._directory / name, os.O_WRONLY | os.O_CREAT)
             with os.fdopen(fd, "w", errors="replace") as file:
-                file.write(dossier(records, lines))
+                file.write(dump_lines(records, lines))
         except OSError as error:
             return f"the stacks could not be written ({error.strerror})"
         what = f"what could be found out ({self._trouble})" if self._trouble else "all stacks"
         return f"{what}: {self._place}/{name}"
 
 
-def _essence(sightings: Iterable[Sighting]) -> tuple[object, ...]:
+def _essence(sightings: Iterable[Observation]) -> tuple[object, ...]:
     """What can change without any progress, and matters: not whether a rank computes at this moment."""
     return tuple(replace(one, works=False, moves=False) for one in sightings)

@@ -9,7 +9,7 @@ from phalanx.status.layout import runs_of
 from phalanx.status.rank_record import MESSAGES, UNNAMED, Child, RankRecord
 from phalanx.status.stack_parser import Line
 from phalanx.watchdog.stall.classify import Elsewhere, Hang, Waiting
-from phalanx.watchdog.stall.rank_activity import Whereabouts, helper_line
+from phalanx.watchdog.stall.rank_activity import RankActivity, helper_line
 
 _MOST_WAITING, _MOST_ELSEWHERE = 3, 3
 _DOES = {
@@ -176,7 +176,7 @@ def _stopped(pid: int) -> str:
     return f"is stopped by a signal (SIGSTOP; kill -CONT {pid} lets it go on)"
 
 
-def _where(what: Whereabouts) -> str:
+def _where(what: RankActivity) -> str:
     line = what.line
     if line is None:
         return ""
@@ -184,7 +184,7 @@ def _where(what: Whereabouts) -> str:
     return f"{function} at {_short(line)}{_text(line)}"
 
 
-def _details(what: Whereabouts, record: RankRecord) -> list[str]:
+def _details(what: RankActivity, record: RankRecord) -> list[str]:
     death = record.thread_death
     if death is not None:
         where = f" at {death.place}" if death.place else ""
@@ -192,7 +192,7 @@ def _details(what: Whereabouts, record: RankRecord) -> list[str]:
     return _reasons(what, record)
 
 
-def _reasons(what: Whereabouts, record: RankRecord) -> list[str]:
+def _reasons(what: RankActivity, record: RankRecord) -> list[str]:
     if what.helper is not None:
         return [_helper(what.helper, "worker" if what.kind == "loader" else "process")]
     if what.kind == "file lock" and record.vitals is not None and record.vitals.lock_holder:

@@ -18,7 +18,7 @@ WHILE_ENDING = 10
 """After somebody's last line: what is left to be done takes what it takes, and holds up nobody."""
 
 
-class Sighting(Record, frozen=True):
+class Observation(Record, frozen=True):
     """What one rank does, as far as it matters here."""
 
     rank: Rank
@@ -38,10 +38,10 @@ class Sighting(Record, frozen=True):
     """So is its process."""
 
 
-def sighting_of(record: RankRecord) -> Sighting:
+def observation_of(record: RankRecord) -> Observation:
     page, waits = record.status, record.waits_in
     everything = [one for one in (record.vitals, *(child.vitals for child in record.children)) if one is not None]
-    return Sighting(
+    return Observation(
         rank=record.rank,
         waits_in=(waits.group, waits.number, waits.op, waits.size) if waits else None,
         has_joined=record.has_joined,
@@ -55,7 +55,7 @@ def sighting_of(record: RankRecord) -> Sighting:
     )
 
 
-def patience(sightings: Sequence[Sighting], stall_after: float) -> float | None:
+def stall_threshold(sightings: Sequence[Observation], stall_after: float) -> float | None:
     """Seconds without progress of any rank after which these stand still; None: they may go on like this for ever."""
     waiting = [one for one in sightings if one.waits_in]
     others = [one for one in sightings if not one.waits_in]
@@ -65,22 +65,22 @@ def patience(sightings: Sequence[Sighting], stall_after: float) -> float | None:
         return None
     working = [one for one in others if one.works and not one.has_ended]
     if not waiting:
-        return _patience_with_none(others, stall_after)
+        return _threshold_without(others, stall_after)
     if working:
         return stall_after * (WHILE_WORKING if any(one.has_stepped for one in sightings) else WHILE_STARTING)
     if not others and len({one.waits_in for one in waiting}) == 1:
-        return _patience_within(waiting, stall_after)
+        return _threshold_within(waiting, stall_after)
     return stall_after
 
 
-def _patience_within(waiting: Sequence[Sighting], stall_after: float) -> float | None:
+def _threshold_within(waiting: Sequence[Observation], stall_after: float) -> float | None:
     """All are in the same collective, so nobody is missing: it may be slow."""
     if any(one.moves for one in waiting):
         return None
     return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else 1)
 
 
-def _patience_with_none(others: Sequence[Sighting], stall_after: float) -> float | None:
+def _threshold_without(others: Sequence[Observation], stall_after: float) -> float | None:
     """Nobody waits for another."""
     if any(one.works for one in others) or all(one.is_gone for one in others):
         return None

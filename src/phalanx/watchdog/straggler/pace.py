@@ -27,7 +27,7 @@ _LONG_ENOUGH = 0.9
 """Seconds over which the conditions of a rank are looked at."""
 
 
-class Pace:
+class PaceMonitor:
     """Of a run on this node."""
 
     def __init__(self, directory: Path) -> None:
