@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx import env, notices, status, torch_compat
+from phalanx import env, status, torch_compat
 from phalanx.errors import UsageError
-from phalanx.status import layout
+from phalanx.status import layout, notices
 from phalanx.store import vote
 from phalanx.torch_compat import c10d, gloo
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx import notices
 from phalanx import world as worlds
 from phalanx.shm import ShmGroup
+from phalanx.status import notices
 from tests.conftest import Runner
 
 

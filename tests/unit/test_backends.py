@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from phalanx import backends, env, notices, shm
+from phalanx import backends, env, shm
 from phalanx.errors import JoinError, UsageError
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.spec.launch_spec import placements
+from phalanx.status import notices
 from phalanx.store import vote
 
 

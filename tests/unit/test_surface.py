@@ -1,4 +1,4 @@
-"""The frozen surface: public names, commands, flags, environment variables, import edges, import cost.
+"""The frozen surface: public names, commands, flags, environment variables, import cost.
 
 A change here is a change of what users hold on to: make it on purpose.
 """
@@ -53,57 +53,6 @@ SLURM_STEP_NUM_TASKS SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SSH_CONNECTI
 TORCH_FR_BUFFER_SIZE TORCH_NCCL_TRACE_BUFFER_SIZE
 VIRTUAL_ENV
 """.split()
-
-HALLWAY = {
-    *("arguments", "attempt", "env", "errors", "events", "notices", "plain", "run_files", "secret", "seeds"),
-    *("source_lines", "status", "stores", "system", "torch_compat"),
-}
-
-EDGES = {
-    # room: the rooms it may import, beside the hallway
-    "arguments": set(),
-    "attempt": set(),
-    "backends": {"ballot", "shm"},
-    "ballot": {"join"},
-    "bench": {"backends", "launch"},  # backends only in the ranks
-    "checkpoint": {"join", "world"},
-    "cli": {"launch", "bench", "checkpoint", "diagnose"},
-    "cluster": set(),
-    "comm": {"cluster", "join", "world"},
-    "data": {"world"},
-    "diagnose": set(),
-    "env": set(),
-    "errors": set(),
-    "events": set(),
-    "join": set(),
-    # cluster: only for SLURM's allocation; cli: only from launch/__main__.py
-    "launch": {"diagnose", "cli", "cluster", "watchdog"},
-    "messages": set(),
-    "notices": set(),
-    "parallel": {"backends", "diagnose", "world"},  # diagnose only for the words about gradients that are missing
-    "plain": set(),
-    "recorder": set(),
-    "run_files": set(),
-    "run_records": set(),
-    "secret": set(),
-    "seeds": set(),
-    "shm": {"join"},
-    "source_lines": set(),
-    "status": set(),
-    "stores": set(),
-    "system": set(),
-    "torch_compat": set(),
-    "testing": {"launch", "parallel", "phalanx", "world"},
-    "train": {"comm", "world"},
-    "watchdog": {"diagnose"},
-    "world": {"backends", "cluster", "join"},
-}
-
-WITHOUT_TORCH_IN_CHECKPOINT = {"command", "local", "manifest", "place", "remote", "shelf", "words"}
-"""What ls and verify need."""
-
-# spawn only to raise mp.spawn's own exceptions; rendezvous and elastic in the keeper alone
-TORCH_IN_LAUNCH = {"disguise", "spawn", "rendezvous", "elastic", "elastic_state", "store_session"}
 
 
 def test_public_names() -> None:
@@ -183,56 +132,6 @@ def test_no_variable_is_read_outside_the_table() -> None:
                 assert name in known or not name.isupper() or name.endswith("*"), (
                     f"{name} in {path.name} is missing from env.py"
                 )
-
-
-def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = (
-                [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "phalanx" else [node.module]
-            )
-            found |= set(names)
-        elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return found
-
-
-def _room(path: Path) -> str:
-    relative = path.relative_to(SOURCE)
-    return relative.parts[0].removesuffix(".py")
-
-
-def test_import_edges() -> None:
-    for path in SOURCE.rglob("*.py"):
-        room = _room(path)
-        if room in ("__init__", "__main__"):
-            continue
-        for module in _imports(path):
-            if module == "phalanx" or module.startswith("phalanx."):
-                other = module.split(".")[1] if "." in module else "phalanx"
-                allowed = EDGES[room] | HALLWAY | {room}
-                assert other in allowed, f"{path.relative_to(SOURCE)} imports {module}"
-
-
-def test_only_the_named_modules_of_launch_import_torch() -> None:
-    users = {
-        path.stem
-        for path in (SOURCE / "launch").rglob("*.py")
-        if any(module.partition(".")[0] in ("torch", "numpy") for module in _imports(path))
-    }
-    assert users == TORCH_IN_LAUNCH
-
-
-def test_diagnose_imports_no_torch() -> None:
-    for path in (SOURCE / "diagnose").rglob("*.py"):
-        assert not any(module.partition(".")[0] in ("torch", "numpy") for module in _imports(path)), path.name
-
-
-def test_checkpoints_can_be_listed_without_torch() -> None:
-    for name in WITHOUT_TORCH_IN_CHECKPOINT:
-        found = _imports(SOURCE / "checkpoint" / f"{name}.py")
-        assert not any(module.partition(".")[0] in ("torch", "numpy") for module in found), name
 
 
 def _loads_torch(code: str) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from phalanx import events, messages, notices
+from phalanx import events, messages
 from phalanx.failure.root_cause import is_consequence
 from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.agent.stopping import StopSequence
@@ -23,6 +23,7 @@ from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.process.zygote_messages import Exited, Started
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.status import notices
 
 _MOST_UNDER_WAY = 16
 _TO_FAIL_ALIKE = 0.25

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx import notices, secret, status
+from phalanx import secret, status
 from phalanx.launch.process import exit_report, process_tree, python_command, torch_setup
 from phalanx.source_lines import LAUNCHER
-from phalanx.status import layout
+from phalanx.status import layout, notices
 from phalanx.torch_compat import names as torch_names
 
 if TYPE_CHECKING:  # a rank in an interpreter of its own imports nothing but the standard library before its script
