@@ -2,7 +2,7 @@
 
     phalanx run --nproc-per-node 2 examples/segmented.py
 
-With cards, each process takes two of them: on a machine with four cards two processes use all. Without cards both
+With GPUs, each process takes two of them: on a machine with four GPUs two processes use all. Without GPUs both
 parts are on the CPU, and everything else is the same.
 """
 
@@ -41,9 +41,9 @@ def main() -> None:
 def two_devices(world: px.World) -> tuple[torch.device, torch.device]:
     if world.device.type != "cuda":
         return torch.device("cpu"), torch.device("cpu")
-    cards = torch.cuda.device_count()
-    if cards < 2 * world.local_size:
-        raise SystemExit(f"{world.local_size} processes with two cards each need {2 * world.local_size}, not {cards}.")
+    gpus = torch.cuda.device_count()
+    if gpus < 2 * world.local_size:
+        raise SystemExit(f"{world.local_size} processes with two GPUs each need {2 * world.local_size}, not {gpus}.")
     return torch.device("cuda", 2 * world.local_rank), torch.device("cuda", 2 * world.local_rank + 1)
 
 

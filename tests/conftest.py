@@ -255,7 +255,7 @@ def leak_police(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that leaves a process, thread, descriptor, segment or variable behind has failed."""
     uses_helper = "run_ranks" in request.fixturenames
     if uses_helper:
-        testing._warm_nursery()
+        testing._warm_zygote()
     before = _belongings()
     yield
     deadline = time.monotonic() + 1.0

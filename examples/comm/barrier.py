@@ -17,6 +17,6 @@ with px.init() as world:
     world.store.add("have come", 1)
     show(world, "before", "has come")
 
-    px.barrier()  # dist.barrier(), told which card is this rank's
+    px.barrier()  # dist.barrier(), told which GPU is this rank's
 
     show(world, "after", f"{world.store.add('have come', 0)} of {world.size} have come")

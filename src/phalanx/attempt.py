@@ -15,7 +15,7 @@ def resume_from(step: int | None) -> None:
     _resumed_from = step
 
 
-def story() -> str:
+def describe() -> str:
     """``attempt 2 from step 70``; nothing for a run that has not been interrupted."""
     count = env.integer(os.environ, "TORCHELASTIC_RESTART_COUNT") or 0
     parts = [f"attempt {count + 1}"] if count else []

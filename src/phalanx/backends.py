@@ -44,7 +44,7 @@ def choose(asked: str | None, world_size: int | None = None, timeout: float = _T
     if choice is None or not _is_gloo(asked):
         return asked
     size, here = (env.integer(os.environ, name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    wants_shm = choice == "auto" and not _has_cards()
+    wants_shm = choice == "auto" and not _has_gpus()
     if size is not None and size == here:
         return _choose_here(asked, size) if wants_shm else asked
     # Nothing known of the nodes, a world of the script's own making, or a launcher that is not ours.
@@ -71,8 +71,8 @@ def _choose_here(asked: str | None, size: int) -> str | None:
 
 
 def _choose_together(asked: str | None, wants_shm: bool, timeout: float) -> str | None:
-    """The same backend on all nodes. Who keeps gloo, by a flag or for a card, votes too: the others wait for it."""
-    reason = _objection(_why_not_here() if wants_shm else "it keeps gloo, by --backend or for its card", timeout)
+    """The same backend on all nodes. Who keeps gloo, by a flag or for a GPU, votes too: the others wait for it."""
+    reason = _objection(_why_not_here() if wants_shm else "it keeps gloo, by --backend or for its GPU", timeout)
     if reason is None:
         nodes = env.integer(os.environ, "GROUP_WORLD_SIZE")
         _tell(f"the backend is shm, not gloo: shared memory within each of {nodes} nodes, gloo between them {_KEEP}")
@@ -212,7 +212,7 @@ def _becomes_shm(asked: Any, arguments: dict[str, Any]) -> bool:
     return choose(asked, size, _TIMEOUT if limit is None else limit.total_seconds()) == "shm"
 
 
-def _has_cards() -> bool:
+def _has_gpus() -> bool:
     import torch
 
     return torch.accelerator.is_available()

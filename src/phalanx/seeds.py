@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 
-def sow(seed: int) -> None:
+def seed_all(seed: int) -> None:
     """Seeds python, numpy and torch."""
     import random
 

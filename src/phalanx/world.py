@@ -141,7 +141,7 @@ def init(
         with torch_compat.quiet_gloo():
             dist.init_process_group(name, store=meeting.store, rank=s.rank, world_size=s.world_size, **options)
         if seed is not None:
-            seeds.sow(seed)
+            seeds.seed_all(seed)
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -158,7 +158,7 @@ def diverge() -> None:
     """From here on the random numbers of the ranks differ, if `init` was given a seed. Only the first call counts."""
     global _seed_to_part
     if _current is not None and _seed_to_part is not None:
-        seeds.sow(seeds.mixed(_seed_to_part, _current.rank))
+        seeds.seed_all(seeds.mixed(_seed_to_part, _current.rank))
         _seed_to_part = None
 
 

@@ -41,7 +41,7 @@ def stops_before_the_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def too_long(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"still busy after {LONGEST} s")
 
-    monkeypatch.setattr(launch_start, "Nursery", start)
+    monkeypatch.setattr(launch_start, "ZygoteClient", start)
     monkeypatch.setattr(conductor, "_Conductor", start)
     monkeypatch.setattr(bench, "_run", lambda benchmark, argv: benchmark.parse(argv) and 0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

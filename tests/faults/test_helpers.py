@@ -153,19 +153,19 @@ def test_a_keeper_that_ends_just_before_it_is_killed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(procfs, "stat", lambda pid: sleeping)  # as it was a moment ago
     ours, theirs = Channel.pair()
     theirs.close()
-    nursery = ZygoteClient.__new__(ZygoteClient)
-    nursery._keeper, nursery._keeper_pid, nursery._stores, nursery._answers_due = ours, gone.pid, 1, 0
+    zygote = ZygoteClient.__new__(ZygoteClient)
+    zygote._keeper, zygote._keeper_pid, zygote._stores, zygote._answers_due = ours, gone.pid, 1, 0
     with pytest.raises(HelperLost, match=rf"hosts the store \(pid {gone.pid}\) has ended"):
-        nursery.fresh_store()
+        zygote.fresh_store()
 
 
 def test_a_zygote_that_ends_before_it_has_started_the_keeper() -> None:
     with ports.listen(ports.LOOPBACK, 0) as listener:
-        nursery = ZygoteClient(os.environ, start_method="exec", listener=listener)
+        zygote = ZygoteClient(os.environ, start_method="exec", listener=listener)
     try:
-        nursery._process.kill()
-        nursery._process.wait()
-        with pytest.raises(HelperLost, match=f"the process that starts the workers .pid {nursery.pid}. was killed by"):
-            nursery.fresh_store()
+        zygote._process.kill()
+        zygote._process.wait()
+        with pytest.raises(HelperLost, match=f"the process that starts the workers .pid {zygote.pid}. was killed by"):
+            zygote.fresh_store()
     finally:
-        nursery.close()
+        zygote.close()

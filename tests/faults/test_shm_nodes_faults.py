@@ -266,11 +266,11 @@ class SilentStore:
 
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     store = SilentStore()
-    alarm = FailureStore(store)
+    failure_store = FailureStore(store)
     started = time.monotonic()
-    assert alarm.cause() is None
-    assert alarm.is_silent
-    assert str(alarm.raise_with(PeerLost("rank 1 is gone."))) == "rank 1 is gone."
+    assert failure_store.cause() is None
+    assert failure_store.is_silent
+    assert str(failure_store.raise_with(PeerLost("rank 1 is gone."))) == "rank 1 is gone."
     assert time.monotonic() - started < 2
     later = FailureStore(store)
     assert later.cause() is None

@@ -116,15 +116,15 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
                 return os.mkdir, (f"{path}/owned",)
 
         evil = pickle.dumps(Payload())
-        council = Coordinator()
+        coordinator = Coordinator()
         told = []
         for content in (evil, b"[[" * 100_000, b'"a str"', json.dumps({"step": 1}).encode()):
-            council._store.set("there", content)
+            coordinator._store.set("there", content)
             with pytest.raises(CheckpointError, match="the run's store has something else"):
-                council.hear("there", list)
+                coordinator.hear("there", list)
         checkpointer = px.Checkpointer(path)
         finished = threading.Event()
-        store = checkpointer._council._store
+        store = checkpointer._coordinator._store
 
         class Late:
             """The last one finds something else where the first share was."""
@@ -139,7 +139,7 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
                 finished.set()
                 return count
 
-        checkpointer._council._store = Late()
+        checkpointer._coordinator._store = Late()
         shares = (evil, b"[]", b'{"step": 1}', b'{"step": "x", "fact": [1, 2], "rows": []}')
         attack = ("", b"")
         for step, attack in enumerate([*(("0/0", share) for share in shares), ("0", b"999999")]):  # noqa: B007
@@ -152,7 +152,7 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
         directories: tuple[Any, ...] = ("../elsewhere", "step-1/../..", 5)
         for directory in directories:
             reader = px.Checkpointer(path)
-            setattr(reader._council, "lead", lambda _, name=directory: name)  # noqa: B010
+            setattr(reader._coordinator, "lead", lambda _, name=directory: name)  # noqa: B010
             with pytest.raises(CheckpointError, match="is no name of a checkpoint"):
                 reader.load_latest(px.State())
         torch.distributed.barrier()

@@ -76,7 +76,7 @@ def test_every_rank_runs_the_function_in_a_context_to_join_later(tmp_path: Path)
 
 def spawned(fn, args: tuple = (), nprocs: int = 2) -> None:
     """As `px.spawn`, with the helper of `run_ranks`, which is there already."""
-    with contextlib.closing(SpawnContext(fn, args, nprocs, daemon=False, nursery=testing._warm_nursery())) as context:
+    with contextlib.closing(SpawnContext(fn, args, nprocs, daemon=False, zygote=testing._warm_zygote())) as context:
         while not context.join():
             pass
 

@@ -25,7 +25,7 @@ from phalanx.store import vote
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_given", set())
-    monkeypatch.setattr(backends, "_has_cards", lambda: False)
+    monkeypatch.setattr(backends, "_has_gpus", lambda: False)
     for name, value in {"PHALANX_BACKEND": "auto", "RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
 
@@ -57,7 +57,7 @@ def test_a_wrong_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_with_a_card_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_has_cards", lambda: True)
+    monkeypatch.setattr(backends, "_has_gpus", lambda: True)
     assert backends.choose("gloo") == "gloo"
 
 
@@ -107,20 +107,20 @@ def test_one_node_that_cannot_is_enough(two_nodes: Any, capsys: pytest.CaptureFi
     )
 
 
-@pytest.mark.parametrize("why", ["as-written", "card", "library"])
+@pytest.mark.parametrize("why", ["as-written", "GPU", "library"])
 def test_who_keeps_gloo_tells_the_other_nodes(
     why: str, two_nodes: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     election = two_nodes(None)
     if why == "as-written":
         monkeypatch.setenv("PHALANX_BACKEND", "as-written")
-    elif why == "card":
-        monkeypatch.setattr(backends, "_has_cards", lambda: True)
+    elif why == "GPU":
+        monkeypatch.setattr(backends, "_has_gpus", lambda: True)
     else:
         monkeypatch.setattr(shm, "why_not_here", lambda: "no compiler")
     assert backends.choose("gloo") == "gloo"
     ((against, _),) = election.heard
-    assert against == ("no compiler" if why == "library" else "it keeps gloo, by --backend or for its card")
+    assert against == ("no compiler" if why == "library" else "it keeps gloo, by --backend or for its GPU")
     assert capsys.readouterr().err == ("phalanx: the backend is gloo on all nodes: no compiler\n" * (why == "library"))
 
 
@@ -153,8 +153,8 @@ def cast(reasons: Sequence[str | None], timeout: float = 10.0, size: int = 0) ->
 def test_all_ranks_get_one_verdict() -> None:
     assert cast([None] * 4) == [None] * 4
     assert cast([None, "no compiler", None, None]) == ["no compiler"] * 4
-    two = cast([None, "no compiler", None, "a card"])
-    assert two in (["no compiler"] * 4, ["a card"] * 4)
+    two = cast([None, "no compiler", None, "a GPU"])
+    assert two in (["no compiler"] * 4, ["a GPU"] * 4)
 
 
 def test_a_vote_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_only_the_first_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_with_a_gpu_the_backend_of_torchs_own_choice_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_has_cards", lambda: True)
+    monkeypatch.setattr(backends, "_has_gpus", lambda: True)
     group: Any = dist.ProcessGroup(0, 4)  # pyright: ignore[reportCallIssue]
     group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
 
@@ -212,9 +212,9 @@ def test_a_rank_can_report_one_printable_line_only() -> None:
 
 def test_all_notices_of_one_read_are_passed_on() -> None:
     said: list[str] = []
-    nursery: Any = socket.socket()
-    with selectors.DefaultSelector() as selector, nursery:
-        watch = AttemptRun(nursery, selector, 1.0, say=said.append)
+    zygote: Any = socket.socket()
+    with selectors.DefaultSelector() as selector, zygote:
+        watch = AttemptRun(zygote, selector, 1.0, say=said.append)
         member = RankProcess(placements([1])[0])
         for text in ("a", "b", "a"):
             os.write(member.report_writer, json.dumps({"notice": text}).encode() + b"\n")

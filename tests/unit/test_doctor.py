@@ -146,20 +146,20 @@ MACHINES: dict[str, tuple[Facts, dict[str, tuple[str, str, str]]]] = {
         but(torch={"library": None, "library_problem": "the shm library is not there: no cc"}),
         {"C library": ("warning", "no cc", "apt-get install gcc")},
     ),
-    "a driver without cards": (
+    "a driver without GPUs": (
         but(gpus={"driver": "550.54"}),
-        {"devices": ("warning", "no card, though there is a driver (550.54)", "--gpus all")},
+        {"devices": ("warning", "no GPU, though there is a driver (550.54)", "--gpus all")},
     ),
-    "cards and a torch for CPUs": (
+    "GPUs and a torch for CPUs": (
         but(gpus={"driver": "550.54", "nodes": 2}),
-        {"devices": ("warning", "2 cards, driver 550.54, but this torch is for CPUs", "CUDA")},
+        {"devices": ("warning", "2 GPUs, driver 550.54, but this torch is for CPUs", "CUDA")},
     ),
-    "cards that torch cannot use": (
+    "GPUs that torch cannot use": (
         but(gpus={"driver": "470.1", "nodes": 1}, torch=CUDA),
         {"devices": ("error", "driver too old", "nvidia-smi")},
     ),
-    "hidden cards": (but(gpus={"driver": "550.54", "nodes": 1, "visible": ""}, torch=CUDA), {}),
-    "cards without nccl": (
+    "hidden GPUs": (but(gpus={"driver": "550.54", "nodes": 1, "visible": ""}, torch=CUDA), {}),
+    "GPUs without nccl": (
         but(torch={"cuda": "12.4", "gpus": (Gpu("A100", 80 * GIB),) * 2}),
         {"backends": ("warning", "not nccl", "nccl")},
     ),

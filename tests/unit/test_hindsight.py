@@ -79,7 +79,7 @@ def test_threads_that_die_are_told_a_limited_number_of_times(
     monkeypatch.setattr(threading, "excepthook", lambda args: print("printed as ever", args.exc_type.__name__))
     monkeypatch.setattr(exit_report, "_MOST_DEATHS", 3)
     told: list[Any] = []
-    exit_report.tell_of_threads(told.append)
+    exit_report.report_thread_deaths(told.append)
 
     class Mute(Exception):
         def __str__(self) -> str:

@@ -29,8 +29,8 @@ def parse(*argv: str, **environ: str) -> LaunchSpec:
     return launch_parse.parse(list(argv), environ)[0]
 
 
-def fleet(*argv: str, **environ: str) -> HostList:
-    found = parse(*argv, "train.py", **environ).fleet
+def host_list(*argv: str, **environ: str) -> HostList:
+    found = parse(*argv, "train.py", **environ).host_list
     assert found is not None
     return found
 
@@ -39,7 +39,7 @@ def fleet(*argv: str, **environ: str) -> HostList:
 
 
 def test_hosts_of_every_kind() -> None:
-    assert fleet("-H", "a:8,me@b.example:4, [fd00::7]:2,me@[fe80::1%eth0],10.0.0.9").hosts == (
+    assert host_list("-H", "a:8,me@b.example:4, [fd00::7]:2,me@[fe80::1%eth0],10.0.0.9").hosts == (
         Host("a", 8),
         Host("b.example", 4, "me"),
         Host("fd00::7", 2),
@@ -47,7 +47,7 @@ def test_hosts_of_every_kind() -> None:
         Host("10.0.0.9"),
     )
     assert Host("fd00::7", 2, "me").target == "me@fd00::7"
-    assert fleet(PET_HOSTS="a,b:2").hosts == (Host("a"), Host("b", 2))
+    assert host_list(PET_HOSTS="a,b:2").hosts == (Host("a"), Host("b", 2))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_hosts_that_are_none(text: str, sentence: str) -> None:
 def test_a_hostfile(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the cluster\n\n  a slots=8   # big\nme@b:4\n[fd00::7] slots=1\nc\n")
-    assert fleet("--hostfile", str(file)).hosts == (Host("a", 8), Host("b", 4, "me"), Host("fd00::7", 1), Host("c"))
+    assert host_list("--hostfile", str(file)).hosts == (Host("a", 8), Host("b", 4, "me"), Host("fd00::7", 1), Host("c"))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_hostfile_that_is_wrong(content: str | None, sentence: str, tmp_path: 
     ],
 )
 def test_flags_beside_hosts(flags: list[str], sentence: str) -> None:
-    assert fleet("-H", "a,b", "--nnodes", "2", "--ssh", "ssh -p 7", "--export", "A, B") == HostList(
+    assert host_list("-H", "a,b", "--nnodes", "2", "--ssh", "ssh -p 7", "--export", "A, B") == HostList(
         (Host("a"), Host("b")), "ssh", ("ssh", "-p", "7"), ("A", "B")
     )
     with pytest.raises(UsageError, match=sentence):
@@ -128,11 +128,11 @@ def test_flags_beside_hosts(flags: list[str], sentence: str) -> None:
 def test_one_host_that_is_this_machine_is_a_plain_run() -> None:
     for name in ("localhost", socket.gethostname(), "127.0.0.1"):
         spec = parse("-H", f"{name}:3", "train.py")
-        assert (spec.fleet, spec.nproc_per_node, spec.nnodes) == (None, 3, (1, 1))
+        assert (spec.host_list, spec.nproc_per_node, spec.nnodes) == (None, 3, (1, 1))
     assert parse("-H", "localhost", "--nproc-per-node", "2", "train.py").nproc_per_node == 2
     assert not hosts.is_here(Host("localhost", 3, "me")), "another user is another place"
     assert not hosts.is_here(Host("203.0.113.7"))
-    assert fleet("-H", "elsewhere.invalid").hosts == (Host("elsewhere.invalid"),)
+    assert host_list("-H", "elsewhere.invalid").hosts == (Host("elsewhere.invalid"),)
 
 
 def test_cards_are_counted_there_not_here() -> None:
@@ -141,7 +141,7 @@ def test_cards_are_counted_there_not_here() -> None:
     remote = {"hosts": None, "hostfile": None, "nnodes": "2", "node_rank": 1, "nproc_per_node": "2"}
     argv = ["-H", "a,b", "--nproc-per-node", "7", "--tee", "3", "train.py"]
     there, _ = launch_parse.parse(argv, {}, remote)
-    assert (there.fleet, there.nproc_per_node, there.node_rank, there.tee) == (None, 2, 1, {0: 3, 1: 3})
+    assert (there.host_list, there.nproc_per_node, there.node_rank, there.tee) == (None, 2, 1, {0: 3, 1: 3})
 
 
 def test_the_table_has_host_names(capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,12 +172,12 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("scontrol")
 def test_an_allocation_of_slurm() -> None:
-    assert fleet(**BATCH) == HostList((Host("gpu1"), Host("gpu2")), "srun")
-    assert fleet("-H", "a,b", **BATCH).way == "ssh", "who names hosts is asked nothing"
+    assert host_list(**BATCH) == HostList((Host("gpu1"), Host("gpu2")), "srun")
+    assert host_list("-H", "a,b", **BATCH).way == "ssh", "who names hosts is asked nothing"
     for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--node-rank", "1"]):
-        assert parse(*flags, "train.py", **BATCH).fleet is None
-    assert parse("train.py", **{**BATCH, "SLURM_STEP_ID": "0"}).fleet is None, "a task that srun has started"
-    assert parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu1"}).fleet is None
+        assert parse(*flags, "train.py", **BATCH).host_list is None
+    assert parse("train.py", **{**BATCH, "SLURM_STEP_ID": "0"}).host_list is None, "a task that srun has started"
+    assert parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu1"}).host_list is None
     with pytest.raises(UsageError, match=r"`scontrol show hostnames 'gpu\[9-\]'` failed \(bad list\); name the hosts"):
         parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu[9-]"})
 
@@ -295,18 +295,18 @@ def test_messages_among_lines(run_secret: None) -> None:
     text = b"Welcome!\n" + first + b"[rank 0] one\nhalf" + message + foreign
     for size in (1, 3, 7, len(text)):
         heard: list[object] = []
-        sieve = wire_protocol.MessageFilter(wire_protocol.Inbox("n", heard.append))
+        message_filter = wire_protocol.MessageFilter(wire_protocol.Inbox("n", heard.append))
         kept = b""
         for at in range(0, len(text), size):
-            kept += sieve.feed(text[at : at + size])
-            sieve.is_open = bool(heard)
-        kept += sieve.finish()
+            kept += message_filter.feed(text[at : at + size])
+            message_filter.is_open = bool(heard)
+        kept += message_filter.finish()
         assert heard == [hello, said]
         if size < len(text):
             assert kept == b"[rank 0] one\nhalf\n" + foreign + b"\n"
 
 
-def outpost(name: str, node: int, kind: str, **hello: Any) -> HostConnection:
+def connection(name: str, node: int, kind: str, **hello: Any) -> HostConnection:
     """One that has answered."""
     told = messages.replace(wire_protocol.Hello("3.11", "2.13.0", "1", 2, 4000, None, None, None), **hello)
     way = transports.Transport(Host(name), kind, ())
@@ -315,25 +315,25 @@ def outpost(name: str, node: int, kind: str, **hello: Any) -> HostConnection:
 
 def test_where_they_meet() -> None:
     spec = parse("train.py")
-    by_ssh = [outpost("a", 0, "ssh", server="10.0.0.1"), outpost("b", 1, "ssh", client="10.0.0.9")]
+    by_ssh = [connection("a", 0, "ssh", server="10.0.0.1"), connection("b", 1, "ssh", client="10.0.0.9")]
     assert compatibility.master(by_ssh, spec) == ("10.0.0.1", 4000)
     chosen = parse("--master-addr", "ib0.a", "--master-port", "29500", "train.py")
     assert compatibility.master(by_ssh, chosen) == ("ib0.a", 29500)
-    from_here = [outpost("a", 0, "here"), outpost("b", 1, "ssh", client="10.0.0.9", first="10.0.0.8")]
+    from_here = [connection("a", 0, "here"), connection("b", 1, "ssh", client="10.0.0.9", first="10.0.0.8")]
     assert compatibility.master(from_here, spec) == ("10.0.0.9", 4000)
-    by_srun = [outpost("a", 0, "srun"), outpost("b", 1, "srun", first="10.0.0.7")]
+    by_srun = [connection("a", 0, "srun"), connection("b", 1, "srun", first="10.0.0.7")]
     assert compatibility.master(by_srun, spec) == ("10.0.0.7", 4000)
     for useless in ("127.0.0.1", "fe80::1%eth0", None):
         with pytest.raises(LaunchError, match="by which address the other hosts reach a; give it with --master-addr"):
-            compatibility.master([outpost("a", 0, "ssh", server=useless), by_ssh[1]], spec)
+            compatibility.master([connection("a", 0, "ssh", server=useless), by_ssh[1]], spec)
 
 
 def test_whether_they_fit() -> None:
-    same = [outpost(name, node, "ssh") for node, name in enumerate("ab")]
+    same = [connection(name, node, "ssh") for node, name in enumerate("ab")]
     compatibility.compare(same)
     assert compatibility.roll(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
     with pytest.raises(LaunchError, match=r"^c has Python 3.9, but a has 3.11; install .*\nc has phalanx 2, but"):
-        compatibility.compare([*same, outpost("c", 2, "ssh", python="3.9", phalanx="2")])
+        compatibility.compare([*same, connection("c", 2, "ssh", python="3.9", phalanx="2")])
 
 
 def test_what_an_agent_says(run_secret: None) -> None:

@@ -114,8 +114,8 @@ def test_a_slow_reader_stops_the_loud_rank_and_not_the_quiet_one(tmp_path: Path)
     assert resumed == [loud]
     assert (tmp_path / "loud.log").stat().st_size == written
     console.close()
-    for pump in (loud, quiet):
-        pump.close()
+    for pipe in (loud, quiet):
+        pipe.close()
     for log in logs:
         log.close()
     os.close(reader)

@@ -320,7 +320,7 @@ class Tied(nn.Module):
         (Tied, {"mode": "split", "parts": {"a": "cpu:0", "b": "cpu:1", "c": "cpu"}}, r"b\.weight are one"),
         (Tied, {"mode": "split", "parts": {"a": "cpu", "b": "cpu", "c": "cpu", "c.0": "cpu"}}, r"parts c and c\.0"),
         (Tied, {"mode": "split", "parts": {"a": "gpu"}}, r"device 'gpu' is unknown to torch"),
-        (Tied, {"mode": "split", "parts": {"a": "cuda:9"}}, r"to go to cuda:9, but torch sees \d card"),
+        (Tied, {"mode": "split", "parts": {"a": "cuda:9"}}, r"to go to cuda:9, but torch sees \d GPU"),
         (nn.Sequential, {"mode": "split", "devices": ["cpu"]}, r"of 0 layers cannot be split over 1 devices"),
         (nn.Sequential, {"mode": "split", "devices": 2}, r"devices is 2; give the list of devices"),
     ],
@@ -342,7 +342,7 @@ def test_a_model_on_another_device_than_its_ranks(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UsageError, match="the model is on cuda:0, but the device of rank 1 is cuda:1"):
         spot.check(nn.Linear(2, 2))
     assert wrap._device_ids(nn.Linear(2, 2)) == [torch.device("cuda", 0)]
-    with pytest.raises(UsageError, match="mode='replicate' needs the cards of rank 1"):
+    with pytest.raises(UsageError, match="mode='replicate' needs the GPUs of rank 1"):
         wrap._replicated(nn.Linear(2, 2), None, spot)
     monkeypatch.setattr(wrap, "_places", lambda _: {torch.device("cuda", 0), torch.device("cuda", 1)})
     assert wrap._device_ids(nn.Linear(2, 2)) is None

@@ -18,14 +18,14 @@ def test_ranks_are_sorted_into_nodes() -> None:
     nodes = sort_into_nodes(["b", "a", "b", "a", "b"], rank=3)
     assert nodes.members == ((0, 2, 4), (1, 3))
     assert (nodes.count, nodes.here, nodes.local, nodes.mates) == (2, 1, 1, (1, 3))
-    assert (nodes.rails, nodes.has_rail, nodes.is_leader) == (2, True, False)
+    assert (nodes.gloo_groups, nodes.has_gloo_group, nodes.is_leader) == (2, True, False)
     assert nodes.rail_peers == (2,)
     assert nodes.order == (0, 2, 4, 1, 3)
     assert nodes.leader_of(0) == 0
     assert nodes.leader_of(1) == 1
     assert nodes.is_even_here
     assert not Topology(nodes.members, 0).is_even_here
-    assert not Topology(nodes.members, 4).has_rail
+    assert not Topology(nodes.members, 4).has_gloo_group
 
 
 def test_the_region_of_a_node() -> None:
@@ -39,17 +39,17 @@ def test_the_more_nodes_the_smaller_is_small() -> None:
 
 
 @given(st.integers(0, 3_000_000), st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 9))
-def test_pieces_and_parts_cover_everything_once(count: int, width: int, rails: int) -> None:
-    found = pieces(count, width, rails)
+def test_pieces_and_parts_cover_everything_once(count: int, width: int, gloo_groups: int) -> None:
+    found = pieces(count, width, gloo_groups)
     assert [place for piece in found for place in (piece.start, piece.stop)] == sorted(
         place for piece in found for place in (piece.start, piece.stop)
     )
     assert sum(piece.stop - piece.start for piece in found) == count
     for piece in found[:-1]:
-        assert (piece.stop - piece.start) % rails == 0
+        assert (piece.stop - piece.start) % gloo_groups == 0
     for piece in found:
-        parts = cut(piece.stop - piece.start, rails)
-        assert len(parts) == rails
+        parts = cut(piece.stop - piece.start, gloo_groups)
+        assert len(parts) == gloo_groups
         assert parts[0].start == 0
         assert parts[-1].stop == piece.stop - piece.start
         assert all(one.stop == two.start for one, two in itertools.pairwise(parts))

@@ -10,7 +10,7 @@ from phalanx import messages
 from phalanx.errors import UsageError
 from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
-from phalanx.launch.agent.stopping import StopSequence
+from phalanx.launch.agent.stop_sequence import StopSequence
 from phalanx.launch.spec import device_count, network
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
 from phalanx.system import cores
@@ -219,35 +219,35 @@ def test_a_table_that_nobody_reads_is_not_made() -> None:
 
 
 def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
-    assert device_count.choose_cards("0,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ("4", "7")
-    assert device_count.choose_cards("0,3", {}, tmp_path, must_exist=False) == ("0", "3"), "of another machine"
+    assert device_count.choose_gpus("0,3", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}) == ("4", "7")
+    assert device_count.choose_gpus("0,3", {}, tmp_path, must_exist=False) == ("0", "3"), "of another machine"
     with pytest.raises(UsageError, match="no GPU is visible"):
-        device_count.choose_cards("0", {}, tmp_path)
+        device_count.choose_gpus("0", {}, tmp_path)
     (tmp_path / "kfd").touch()
-    assert device_count.choose_cards("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
+    assert device_count.choose_gpus("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
     with pytest.raises(UsageError, match="no GPU is visible"):
-        device_count.choose_cards("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+        device_count.choose_gpus("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     with pytest.raises(UsageError, match="GPU 2, but 2 GPU"):
-        device_count.choose_cards("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
+        device_count.choose_gpus("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
 def test_cards_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
-    assert device_count.visible_cards({}, tmp_path) == ("0", "1")
-    assert device_count.visible_cards({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("3",)
-    assert device_count.visible_cards({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
-    assert device_count.visible_cards({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
+    assert device_count.visible_gpus({}, tmp_path) == ("0", "1")
+    assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("3",)
+    assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
+    assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
 
 
 def test_processes_follow_the_cards() -> None:
-    cards = {"CUDA_VISIBLE_DEVICES": "0,3"}
-    assert parse("--nproc-per-node", "auto", "x.py", **cards).nproc_per_node == 2
-    assert parse("--nproc-per-node", "gpu", "x.py", **cards).nproc_per_node == 2
-    assert parse("--nproc-per-node", "cpu", "x.py", **cards).nproc_per_node == cores.usable()
-    assert parse("--devices", "0,1", "x.py", **cards).nproc_per_node == 2
-    assert parse("--devices", "0,1", "x.py", **cards).devices == ("0", "3")
-    assert parse("x.py", **cards).nproc_per_node == 1
+    gpus = {"CUDA_VISIBLE_DEVICES": "0,3"}
+    assert parse("--nproc-per-node", "auto", "x.py", **gpus).nproc_per_node == 2
+    assert parse("--nproc-per-node", "gpu", "x.py", **gpus).nproc_per_node == 2
+    assert parse("--nproc-per-node", "cpu", "x.py", **gpus).nproc_per_node == cores.usable()
+    assert parse("--devices", "0,1", "x.py", **gpus).nproc_per_node == 2
+    assert parse("--devices", "0,1", "x.py", **gpus).devices == ("0", "3")
+    assert parse("x.py", **gpus).nproc_per_node == 1
 
 
 def test_virtual_local_rank_gives_each_process_its_card() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from phalanx import events, messages, status
 from phalanx.errors import ForeignData
-from phalanx.launch.agent import crew
+from phalanx.launch.agent import rank_starter
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.run_records import HangRecord
@@ -266,16 +266,16 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
     spec = SimpleNamespace(stall_after=1.0, on_stall="wait")
     noted: list[str] = []
     record = SimpleNamespace(note=lambda event, **fields: noted.append(fields["traceback"]))
-    voice = SimpleNamespace(say=lambda lines, *_: said.extend(lines))
-    sentries = Watchdogs(cast(Any, spec), tmp_path, cast(Any, record), cast(Any, voice), lambda: None)
-    sentries.begin("runs/x", Exchange())
+    agent_lines = SimpleNamespace(say=lambda lines, *_: said.extend(lines))
+    watchdogs = Watchdogs(cast(Any, spec), tmp_path, cast(Any, record), cast(Any, agent_lines), lambda: None)
+    watchdogs.begin("runs/x", Exchange())
 
     def fail(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(StallDetector, "look", fail)
     for _ in range(3):
-        sentries.turn(cast(Any, SimpleNamespace(members={}, stopping=None)))
+        watchdogs.turn(cast(Any, SimpleNamespace(members={}, stopping=None)))
     reason = "RuntimeError: can't start new thread"
     assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run goes on"]
     assert len(noted) == 1
@@ -288,10 +288,10 @@ def test_a_new_attempt_is_not_taken_for_the_one_before(tmp_path: Path, monkeypat
     for path in paths:
         path.touch()
     seen: list[bool] = []
-    monkeypatch.setattr(crew.RankStarter, "_start", lambda *_: seen.extend(path.exists() for path in paths))
-    monkeypatch.setattr(crew, "new_member", lambda *_: None)
+    monkeypatch.setattr(rank_starter.RankStarter, "_start", lambda *_: seen.extend(path.exists() for path in paths))
+    monkeypatch.setattr(rank_starter, "new_rank_process", lambda *_: None)
     spec = LaunchSpec(Program("script", "x.py"))
-    started = crew.RankStarter(
+    started = rank_starter.RankStarter(
         spec, {}, tmp_path, None, cast(Any, None), cast(Any, SimpleNamespace(resume=None)), print
     )
     started.start(cast(Any, None), placements([1]), ("127.0.0.1", 1234), attempt=1)

@@ -62,12 +62,12 @@ class Checkpointer:
     ) -> None:
         if mode is not None and (type(mode) is not int or mode & ~0o777 or mode & 0o600 != 0o600):
             raise UsageError(f"mode={mode!r} is no mode of a file that its owner can read and write, such as 0o640.")
-        self._shelf = Catalog(open_storage(path, mode))
+        self._catalog = Catalog(open_storage(path, mode))
         self._keep = None if keep is None else whole_number("keep", keep, 1)
         self._asynchronous, self._trust = asynchronous, trust
-        self._council = Coordinator()
-        self._schedule = schedule.parse(every, self._council.lead)
-        self._note = functools.partial(note, self._council.rank)
+        self._coordinator = Coordinator()
+        self._schedule = schedule.parse(every, self._coordinator.lead)
+        self._note = functools.partial(note, self._coordinator.rank)
         self._background: Background | None = None
         self._token: str | None = None
         """Of this run's saves; known once the first begins."""
@@ -76,7 +76,7 @@ class Checkpointer:
         self._saves = 0
         self._last: int | None = None
         """The step that was saved or loaded last."""
-        self._finder = CheckpointSelector(self._shelf, self._council, self._note, trust)
+        self._finder = CheckpointSelector(self._catalog, self._coordinator, self._note, trust)
         worlds.before_leaving(self.close)
 
     # ---- saving
@@ -113,30 +113,32 @@ class Checkpointer:
 
     def _begin(self, state: State) -> None:
         """An error of this rank alone is told to the others too, which raise it when they wait for this save."""
-        council = self._council
+        coordinator = self._coordinator
         started = time.perf_counter()
         if self._token is None:
             self._token = self._open(state.step)
         background = self._background = self._background or Background()
         failure: Exception | None = None
         try:
-            flat = flatten.flatten(state, council.rank, self._trust)
+            flat = flatten.flatten(state, coordinator.rank, self._trust)
             pieces = flat.pieces
-            parts = sharding.plan(pieces, council.size)[council.rank]
+            parts = sharding.plan(pieces, coordinator.size)[coordinator.rank]
             parts += [sharding.whole(piece) for piece in pieces if piece.kind == "own"]
             background.copies.take(parts)
-            share = share_of(state.step, flat, parts, council.rank)
+            share = share_of(state.step, flat, parts, coordinator.rank)
         except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)
-            failure = _explained(error, council.rank, state.step)
-            if council.size == 1:
+            failure = _explained(error, coordinator.rank, state.step)
+            if coordinator.size == 1:
                 if not self._saves:
                     self._release()
                 raise failure from error.__cause__ if failure is error else error
             pieces, share = [], Share(state.step, "", error=str(failure))
         size = sum(piece.tensor.nbytes for piece in pieces)
-        task = Task(state.step, self._saves, self._token, state.parts, share, self._keep, size, council.begin_save())
+        task = Task(
+            state.step, self._saves, self._token, state.parts, share, self._keep, size, coordinator.begin_save()
+        )
         self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=background.copies.bytes)
-        self._saving = Saving(task, background, council, self._shelf, self._note)
+        self._saving = Saving(task, background, coordinator, self._catalog, self._note)
         self._saves += 1
         self._last = state.step
         self._schedule.done(state.step)
@@ -148,11 +150,11 @@ class Checkpointer:
         """Before the first save: nobody else writes here, and nothing is left of those that did."""
 
         def prepare() -> str:
-            place = self._shelf.place
+            place = self._catalog.place
             try:
                 self._unlock = place.lock()
                 self._check_order(step)
-                for name in list(self._shelf.leftovers(lambda _: True)):
+                for name in list(self._catalog.leftovers(lambda _: True)):
                     place.remove(name)
                     say(f"removed {name} in {place}: what an earlier run has left of a save that it did not finish")
             except OSError as error:
@@ -163,16 +165,16 @@ class Checkpointer:
                 raise
             return uuid.uuid4().hex[:12]
 
-        token = self._council.lead(prepare)
+        token = self._coordinator.lead(prepare)
         if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{12}", token):
             raise CheckpointError("the run's store has something else than what rank 0 has said there.")
         return token
 
     def _check_order(self, step: int) -> None:
-        later = [entry.step for entry in self._shelf.whole() if entry.directory not in self._finder.broken]
+        later = [entry.step for entry in self._catalog.whole() if entry.directory not in self._finder.broken]
         if later and later[0] > step:
             raise UsageError(
-                f"{self._shelf.place} has a checkpoint of step {later[0]}, and step {step} is to be saved: "
+                f"{self._catalog.place} has a checkpoint of step {later[0]}, and step {step} is to be saved: "
                 "load_latest() would not find it. Load the latest first, give another path, or remove the later ones."
             )
 
@@ -185,7 +187,7 @@ class Checkpointer:
 
         def still(seconds: float) -> None:
             nonlocal said
-            if seconds >= said and self._council.rank == 0:
+            if seconds >= said and self._coordinator.rank == 0:
                 say(f"waiting for the checkpoint of step {saving.step}, which has been written for {seconds:.0f} s")
                 said *= 2
 
@@ -230,7 +232,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
         self.wait()
-        found = self._council.lead(lambda: sorted(entry.step for entry in self._shelf.whole()))
+        found = self._coordinator.lead(lambda: sorted(entry.step for entry in self._catalog.whole()))
         if not isinstance(found, list) or not all(type(step) is int for step in found):
             raise CheckpointError("the run's store has something else than what rank 0 has said there.")
         return found

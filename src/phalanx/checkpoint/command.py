@@ -65,10 +65,10 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    shelf, entries = _find(arguments.path, arguments.step)
+    catalog, entries = _find(arguments.path, arguments.step)
     found = []
     for entry in entries:
-        problem = shelf.verify(entry)
+        problem = catalog.verify(entry)
         found.append({**_fields(entry), "problem": problem})
         if not arguments.json:
             print(f"{entry.directory:<14}  {f'damaged: {problem}' if problem else f'whole, {_size(entry)}'}")
@@ -80,14 +80,14 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    shelf, entries = _find(arguments.path, arguments.step)
+    catalog, entries = _find(arguments.path, arguments.step)
     for entry in entries:
-        if problem := shelf.verify(entry):
+        if problem := catalog.verify(entry):
             print(f"phalanx: skipped the checkpoint {entry.directory}: {problem}", file=sys.stderr)
             continue
         from phalanx.checkpoint.export import export
 
-        count = export(shelf.place, entry, arguments.out, arguments.trust)
+        count = export(catalog.place, entry, arguments.out, arguments.trust)
         print(f"{arguments.out}: {count} tensors of step {entry.step}")
         return 0
     raise CheckpointError(f"{arguments.path} has no whole checkpoint to export.")
@@ -97,18 +97,18 @@ def _find(path: str, step: int | None) -> tuple[Catalog, list[Entry]]:
     """The checkpoints that are meant, newest first; at least one."""
     parent, name = os.path.split(path.rstrip("/"))
     if re.fullmatch(r"step-\d+(\.[0-9a-f]+)?", name):
-        shelf = Catalog(open_storage(parent or "."))
-        entries = [entry for entry in shelf.entries() if entry.directory == name]
+        catalog = Catalog(open_storage(parent or "."))
+        entries = [entry for entry in catalog.entries() if entry.directory == name]
     else:
-        shelf = Catalog(open_storage(path))
-        entries = shelf.entries()
+        catalog = Catalog(open_storage(path))
+        entries = catalog.entries()
     if not entries:
         raise CheckpointError(f"there is no checkpoint in {path}; give the path that px.Checkpointer was given.")
     chosen = [entry for entry in entries if step is None or entry.step == step]
     if not chosen:
         there = ", ".join(str(entry.step) for entry in reversed(entries))
         raise CheckpointError(f"{path} has no checkpoint of step {step}; there are: {there}.")
-    return shelf, chosen
+    return catalog, chosen
 
 
 def _fields(entry: Entry) -> dict[str, Any]:

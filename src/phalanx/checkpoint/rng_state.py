@@ -1,4 +1,4 @@
-"""The random numbers of a rank: python's, numpy's, torch's and its card's, taken down and given back."""
+"""The random numbers of a rank: python's, numpy's, torch's and its GPU's, taken down and given back."""
 
 from __future__ import annotations
 
@@ -53,4 +53,4 @@ def draw_anew(first: Mapping[str, Any], rank: int, size: int) -> None:
     The new ones follow from where rank 0 stood, so that resuming twice gives the same run, and from the size.
     """
     digest = hashlib.blake2b(first["torch"].numpy().tobytes() + b"%d" % size, digest_size=7).digest()
-    seeds.sow(seeds.mixed(int.from_bytes(digest, "little"), rank))
+    seeds.seed_all(seeds.mixed(int.from_bytes(digest, "little"), rank))

@@ -71,11 +71,11 @@ class Saving:
     """A save under way on this rank."""
 
     def __init__(
-        self, task: Task, background: Background, council: Coordinator, shelf: Catalog, note: Callable[..., None]
+        self, task: Task, background: Background, coordinator: Coordinator, catalog: Catalog, note: Callable[..., None]
     ) -> None:
-        self._task, self._background, self._council = task, background, council
-        self._shelf, self._note = shelf, note
-        self._aside, _ = shelf.place.names_for(task.step, task.token)
+        self._task, self._background, self._coordinator = task, background, coordinator
+        self._catalog, self._note = catalog, note
+        self._aside, _ = catalog.place.names_for(task.step, task.token)
         self._started = time.monotonic()
         self._lost: BaseException | None = None
         self._done = threading.Event()
@@ -108,7 +108,7 @@ class Saving:
         if self._lost is not None:
             reason = str(self._lost) or type(self._lost).__name__
             raise CheckpointError(f"the checkpoint of step {self.step} could not be agreed on: {reason}")
-        error = self._council.hear(self._key("outcome"), str, lambda _: still(time.monotonic() - self._started))
+        error = self._coordinator.hear(self._key("outcome"), str, lambda _: still(time.monotonic() - self._started))
         if error:
             raise CheckpointError(error)
 
@@ -139,23 +139,23 @@ class Saving:
                 self._background.copies.finish()
             finally:
                 self._background.gate.open()
-            place = self._shelf.place
+            place = self._catalog.place
             place.make(self._aside)
-            fact = place.write(self._aside, file_of(self._council.rank), self._background.copies.content)
+            fact = place.write(self._aside, file_of(self._coordinator.rank), self._background.copies.content)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
             return share.failed(str(error) if isinstance(error, CheckpointError) else self._explain(error))
         return share.written(fact)
 
     def _hand_in(self, share: Share) -> bool:
         try:
-            return self._council.hand_in(self._key("share"), share.encode())
+            return self._coordinator.hand_in(self._key("share"), share.encode())
         except ValueError as error:  # JSON has no numbers of thousands of digits
-            return self._council.hand_in(self._key("share"), share.failed(self._explain(error)).encode())
+            return self._coordinator.hand_in(self._key("share"), share.failed(self._explain(error)).encode())
 
     def _conclude(self) -> str:
         """The last rank: from shares to a checkpoint. Returns what went wrong."""
-        handed_in = self._council.collect(self._key("share"))
-        self._council.delete(self._key("outcome", before=1), *self._task.done_with)
+        handed_in = self._coordinator.collect(self._key("share"))
+        self._coordinator.delete(self._key("outcome", before=1), *self._task.done_with)
         try:
             shares = [Share.decode(each, rank) for rank, each in enumerate(handed_in)]
             if problem := disagreement(shares):
@@ -167,13 +167,13 @@ class Saving:
             return problem + (self._room() if problem.endswith(_FULL) else "") + left
         self._note("saved", step=self.step, seconds=time.monotonic() - self._started, bytes=manifest.bytes)
         try:
-            self._shelf.prune(self._task.keep, final)
+            self._catalog.prune(self._task.keep, final)
         except Exception as error:  # noqa: BLE001  (the checkpoint is there, and all ranks are told so)
-            say(f"step {self.step} is saved, but an old checkpoint in {self._shelf.place} cannot be removed: {error}")
+            say(f"step {self.step} is saved, but an old checkpoint in {self._catalog.place} cannot be removed: {error}")
         return ""
 
     def _make_whole(self, shares: list[Share]) -> tuple[Manifest, str]:
-        place, task = self._shelf.place, self._task
+        place, task = self._catalog.place, self._task
         self._check_that_all_is_here(shares)
         manifest = Manifest(
             task.step,
@@ -194,35 +194,37 @@ class Saving:
 
     def _check_that_all_is_here(self, shares: list[Share]) -> None:
         """Two nodes may have a directory of the same name that is not the same directory."""
-        sizes = self._shelf.place.sizes(self._aside)
+        sizes = self._catalog.place.sizes(self._aside)
         for rank, share in enumerate(shares):
             if sizes.get(file_of(rank)) != share.fact.bytes:
                 raise CheckpointError(
-                    f"the checkpoint of step {self.step} is not whole: rank {self._council.rank} does not see "
-                    f"{file_of(rank)} in {self._shelf.place}; give a path that is the same disk on all nodes."
+                    f"the checkpoint of step {self.step} is not whole: rank {self._coordinator.rank} does not see "
+                    f"{file_of(rank)} in {self._catalog.place}; give a path that is the same disk on all nodes."
                 )
 
     def _clear_away(self) -> str:
         try:
-            for name in list(self._shelf.leftovers(lambda name: self._task.token in name)):
-                self._shelf.place.remove(name)
+            for name in list(self._catalog.leftovers(lambda name: self._task.token in name)):
+                self._catalog.place.remove(name)
         except OSError as error:
             return f" What was written of it cannot be removed: {error}"
         return ""
 
     def _room(self) -> str:
         """For a full disk; known only when nothing of this save takes any more."""
-        free = self._shelf.place.free_bytes()
+        free = self._catalog.place.free_bytes()
         room = "" if free is None else f", and {in_decimal_bytes(free)} are free"
         return f" It needs {in_decimal_bytes(self._task.bytes)}{room}; make room there."
 
     def _tell(self, problem: str) -> None:
         if problem:
             self._note("save failed", step=self.step, problem=problem)
-        self._council.tell(self._key("outcome"), problem)
+        self._coordinator.tell(self._key("outcome"), problem)
 
     def _explain(self, error: Exception) -> str:
-        head = f"rank {self._council.rank} could not write the checkpoint of step {self.step} to {self._shelf.place}"
+        head = (
+            f"rank {self._coordinator.rank} could not write the checkpoint of step {self.step} to {self._catalog.place}"
+        )
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"{head}: {_FULL}"
         if isinstance(error, OSError):

@@ -18,8 +18,8 @@ from phalanx.errors import CheckpointError, UsageError
 class CheckpointSelector:
     """Loads from a shelf, on all ranks alike."""
 
-    def __init__(self, shelf: Catalog, council: Coordinator, note: Callable[..., None], trust: bool) -> None:
-        self._shelf, self._council, self._note, self._trust = shelf, council, note, trust
+    def __init__(self, catalog: Catalog, coordinator: Coordinator, note: Callable[..., None], trust: bool) -> None:
+        self._catalog, self._coordinator, self._note, self._trust = catalog, coordinator, note, trust
         self.broken: set[str] = set()
         """Directories that were found to be damaged; complete on rank 0."""
 
@@ -27,25 +27,25 @@ class CheckpointSelector:
         """The newest that is whole, into ``state``; whether there is one."""
         skipped: set[str] = set()
         while True:
-            directory = self._council.lead(lambda: self._newest(skipped))
+            directory = self._coordinator.lead(lambda: self._newest(skipped))
             if directory is None:
                 return False
             check_name(directory)
             problem = self._try(directory, state)
             if not problem:
                 return True
-            if self._council.rank == 0:
+            if self._coordinator.rank == 0:
                 self._skip(directory, problem, skipped)
 
     def load(self, step: int, state: State) -> None:
-        directory = check_name(self._council.lead(lambda: self._of_step(step)))
+        directory = check_name(self._coordinator.lead(lambda: self._of_step(step)))
         if problem := self._try(directory, state):
-            raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {problem}.")
+            raise CheckpointError(f"step {step} in {self._catalog.place} is damaged: {problem}.")
 
     # ---- on rank 0
 
     def _newest(self, skipped: set[str]) -> str | None:
-        for entry in self._shelf.entries():
+        for entry in self._catalog.entries():
             if entry.directory in skipped:
                 continue
             if entry.manifest is not None:
@@ -56,18 +56,18 @@ class CheckpointSelector:
     def _skip(self, directory: str, problem: str, skipped: set[str]) -> None:
         skipped.add(directory)
         self.broken.add(directory)
-        say(f"skipped the checkpoint {directory} in {self._shelf.place}: {problem}")
+        say(f"skipped the checkpoint {directory} in {self._catalog.place}: {problem}")
 
     def _of_step(self, step: int) -> str:
-        entries = self._shelf.entries()
+        entries = self._catalog.entries()
         found = [entry for entry in entries if entry.step == step]
         for entry in found:
             if entry.manifest is not None:
                 return entry.directory
         if found:
-            raise CheckpointError(f"step {step} in {self._shelf.place} is damaged: {found[0].problem}.")
+            raise CheckpointError(f"step {step} in {self._catalog.place} is damaged: {found[0].problem}.")
         there = ", ".join(map(str, sorted({entry.step for entry in entries if entry.manifest}))) or "none"
-        raise CheckpointError(f"{self._shelf.place} has no checkpoint of step {step}; there are: {there}.")
+        raise CheckpointError(f"{self._catalog.place} has no checkpoint of step {step}; there are: {there}.")
 
     # ---- on all ranks
 
@@ -77,14 +77,14 @@ class CheckpointSelector:
         Each rank sums up its share of the files. Only when all of them are right does any rank read on. A checkpoint
         that one rank cannot take is a CheckpointError on all of them.
         """
-        council = self._council
+        coordinator = self._coordinator
         started = time.perf_counter()
-        entry = self._shelf.entry(directory)
-        if problem := self._of_all(self._shelf.verify(entry, council.rank, council.size)):
+        entry = self._catalog.entry(directory)
+        if problem := self._of_all(self._catalog.verify(entry, coordinator.rank, coordinator.size)):
             return problem
         loaded, problem, refusal = None, "", ""
         try:
-            loaded = Loaded(self._shelf.place, entry, state, council.world, self._trust)
+            loaded = Loaded(self._catalog.place, entry, state, coordinator.world, self._trust)
         except OSError as error:
             problem = f"it cannot be read: {error.strerror or error}"
         except Broken as error:
@@ -92,7 +92,7 @@ class CheckpointSelector:
         except (CheckpointError, UsageError) as error:
             refusal = str(error)
         except Exception as error:  # noqa: BLE001  (of the user's own code, mostly; all ranks are told)
-            where = f"rank {council.rank} could not load {directory} in {self._shelf.place}"
+            where = f"rank {coordinator.rank} could not load {directory} in {self._catalog.place}"
             refusal = f"{where}: {type(error).__name__}: {error}"
         if refusal := self._of_all(refusal):
             raise CheckpointError(refusal)
@@ -106,5 +106,5 @@ class CheckpointSelector:
 
     def _of_all(self, problem: str) -> str:
         """The first of what the ranks have found."""
-        told = self._council.gather(problem)
-        return str(self._council.lead(lambda: next((each for each in told or () if each), "")))
+        told = self._coordinator.gather(problem)
+        return str(self._coordinator.lead(lambda: next((each for each in told or () if each), "")))

@@ -164,7 +164,7 @@ def load_model(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def on_cpu(value: Any) -> Any:
-    """The same, with every tensor copied to the CPU: what is pickled must not ask for the card it came from."""
+    """The same, with every tensor copied to the CPU: what is pickled must not ask for the GPU it came from."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 

@@ -39,7 +39,7 @@ def _start(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: 
 
         show(spec, os.environ)
         return 0
-    if spec.fleet is not None:
+    if spec.host_list is not None:
         from phalanx.launch.remote.conductor import conduct
 
         return conduct(spec, arguments, os.environ, is_launch=is_launch)

@@ -22,12 +22,12 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     from rich.table import Table
 
     route = _route(spec)
-    hosts = spec.fleet.hosts if spec.fleet is not None else ()
+    hosts = spec.host_list.hosts if spec.host_list is not None else ()
     sizes = [host.slots or spec.nproc_per_node for host in hosts] or [spec.nproc_per_node] * spec.nnodes[1]
     if sum(sizes) > MOST_PROCESSES:
         raise UsageError(f"--dry-run prints a row for each of {sum(sizes)} ranks; give {MOST_PROCESSES} at most.")
     everyone = placements(sizes)
-    cards = spec.devices if spec.devices is not None else device_count.visible_cards(environ)
+    gpus = spec.devices if spec.devices is not None else device_count.visible_gpus(environ)
     interface = route.interface if isinstance(route, Route) else None
     environments = [_environment(spec, place, environ, interface) for place in everyone]
     common = {
@@ -47,7 +47,7 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
         ]
         host = [hosts[place.node].name] if hosts else []
         numbers = (str(place.rank), str(place.local_rank))
-        table.add_row(str(place.node), *host, *numbers, device_of(place, cards, spec), " ".join(own))
+        table.add_row(str(place.node), *host, *numbers, device_of(place, gpus, spec), " ".join(own))
     # A table in a file or a pipe is for a program or a search: no folding to an imagined screen.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     console.print(table)
@@ -73,7 +73,7 @@ def _title(spec: LaunchSpec, sizes: Sequence[int]) -> str:
 
 def _route(spec: LaunchSpec) -> Route | str | None:
     """The network that would be used, or why none: a table may be wanted before the machines are there."""
-    if spec.nnodes[1] == 1 or spec.master_addr == LOOPBACK or spec.fleet is not None:
+    if spec.nnodes[1] == 1 or spec.master_addr == LOOPBACK or spec.host_list is not None:
         return None
     try:
         return network.find_route(spec.master_addr, spec.interface, spec.local_addr)
@@ -86,19 +86,19 @@ def _environment(
 ) -> dict[str, str]:
     base = {**environ, **device_count.thread_setting(place.local_world_size, environ)}
     address = spec.master_addr if place.nnodes > 1 else LOOPBACK
-    if spec.fleet is not None and address == LOOPBACK:
-        address = f"(that of {spec.fleet.hosts[0].name})"
+    if spec.host_list is not None and address == LOOPBACK:
+        address = f"(that of {spec.host_list.hosts[0].name})"
     environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id, interface)
     if not spec.master_port:
         environment["MASTER_PORT"] = "(a free one)"
     return environment
 
 
-def device_of(place: Placement, cards: tuple[str, ...], spec: LaunchSpec) -> str:
-    """The device a rank would take: local_rank counts within the visible cards, and begins again after the last."""
-    if not cards:
+def device_of(place: Placement, gpus: tuple[str, ...], spec: LaunchSpec) -> str:
+    """The device a rank would take: local_rank counts within the visible GPUs, and begins again after the last."""
+    if not gpus:
         return "cpu"
-    return "cuda:0" if spec.virtual_local_rank else f"cuda:{place.local_rank % len(cards)}"
+    return "cuda:0" if spec.virtual_local_rank else f"cuda:{place.local_rank % len(gpus)}"
 
 
 def command_of(spec: LaunchSpec) -> str:

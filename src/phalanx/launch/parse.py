@@ -44,13 +44,13 @@ def _parse(
 
 
 def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> LaunchSpec:
-    fleet = _fleet(arguments, environ)
-    is_here = fleet is None and not arguments.dry_run  # a table may be wanted where there are no GPUs
-    cards = None
+    host_list = _host_list(arguments, environ)
+    is_here = host_list is None and not arguments.dry_run  # a table may be wanted where there are no GPUs
+    gpus = None
     if arguments.devices is not None:
-        cards = device_count.choose_cards(arguments.devices, environ, must_exist=is_here)
-    visible = cards if cards is not None else device_count.visible_cards(environ)
-    asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(cards)) if cards else "1"
+        gpus = device_count.choose_gpus(arguments.devices, environ, must_exist=is_here)
+    visible = gpus if gpus is not None else device_count.visible_gpus(environ)
+    asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(gpus)) if gpus else "1"
     virtual = bool(arguments.virtual_local_rank)
     nproc = device_count.process_count(asked, visible)
     nodes = _nodes(arguments.nnodes)
@@ -72,7 +72,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         shutdown_timeout=arguments.shutdown_timeout,
         stall_after=arguments.stall_after,
         on_stall=arguments.on_stall,
-        devices=visible if virtual and visible else cards,
+        devices=visible if virtual and visible else gpus,
         virtual_local_rank=virtual,
         numa_binding=arguments.numa_binding,
         signals=_signals(arguments.signals_to_handle),
@@ -84,28 +84,28 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
             1: _texts(arguments.duplicate_stdout_filters),
             2: _texts(arguments.duplicate_stderr_filters),
         },
-        fleet=fleet,
+        host_list=host_list,
     )
 
 
-def _fleet(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
-    """The hosts to be started from here. Their cards and cores are counted there, so not here, unless for a table."""
+def _host_list(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
+    """The hosts to be started from here. Their GPUs and cores are counted there, so not here, unless for a table."""
     is_named = arguments.hosts is not None or arguments.hostfile is not None
     if not is_named and not environ.get("SLURM_JOB_NODELIST"):
         return None
     from phalanx.launch.spec.hosts import find_hosts, is_here  # a run on one machine starts without them
 
-    fleet = find_hosts(arguments, environ)
-    if fleet is None:
+    host_list = find_hosts(arguments, environ)
+    if host_list is None:
         return None
-    alone = fleet.hosts[0] if len(fleet.hosts) == 1 and is_here(fleet.hosts[0]) else None
+    alone = host_list.hosts[0] if len(host_list.hosts) == 1 and is_here(host_list.hosts[0]) else None
     if alone is not None:  # a plain run
         arguments.nproc_per_node = str(alone.slots) if alone.slots else arguments.nproc_per_node
         return None
-    arguments.nnodes = str(len(fleet.hosts))
+    arguments.nnodes = str(len(host_list.hosts))
     if not arguments.dry_run:
         arguments.nproc_per_node, arguments.devices = "1", None
-    return fleet
+    return host_list
 
 
 def _program(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Program:

@@ -90,9 +90,9 @@ class SpawnContext:
         args: tuple[Any, ...],
         nprocs: int,
         daemon: bool,
-        nursery: ZygoteClient | None = None,
+        zygote: ZygoteClient | None = None,
     ) -> None:
-        """``nursery``: one that is there already and stays; by default a new one, for this call alone."""
+        """``zygote``: one that is there already and stays; by default a new one, for this call alone."""
         # These cannot be imported on Windows.
         from phalanx.launch.agent.attempt_run import AttemptRun
         from phalanx.launch.process import pickled_function as functions
@@ -101,13 +101,13 @@ class SpawnContext:
         spec = LaunchSpec(program, nproc_per_node=nprocs)
         parcel, fds = functions.pack(fn, args, daemon)
         self._filled = entry_point.open_closed_streams()
-        self._own_nursery = nursery is None
-        self._nursery = nursery or _new_nursery()
+        self._own_zygote = zygote is None
+        self._zygote = zygote or _new_zygote()
         self._selector = selectors.DefaultSelector()
-        self._watch = AttemptRun(self._nursery, self._selector, _GRACE)
+        self._watch = AttemptRun(self._zygote, self._selector, _GRACE)
         self._open = True
         try:
-            self._nursery.fresh_store()
+            self._zygote.fresh_store()
             for place in placements([nprocs]):
                 self._start(spec, place, parcel, fds)
             while not all(member.pid or member.exited for member in self._watch.members.values()):
@@ -122,8 +122,8 @@ class SpawnContext:
     def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
         from phalanx.launch.agent.rank_process import RankProcess
 
-        assert self._nursery.address is not None
-        environment = worker_environment(os.environ, spec, place, self._nursery.address, 0, "spawn")
+        assert self._zygote.address is not None
+        environment = worker_environment(os.environ, spec, place, self._zygote.address, 0, "spawn")
         for name in _NOT_BY_SPAWN:
             environment.pop(name, None)
             if name in os.environ and name != "TORCHELASTIC_USE_AGENT_STORE":
@@ -174,8 +174,8 @@ class SpawnContext:
         self._open = False
         if hasattr(self, "_at_exit"):
             atexit.unregister(self._at_exit)
-        if self._own_nursery:
-            self._nursery.close()
+        if self._own_zygote:
+            self._zygote.close()
         else:
             self._watch.abandon()
         self._watch.close()
@@ -188,7 +188,7 @@ class SpawnContext:
             self.join()
 
 
-def _new_nursery() -> ZygoteClient:
+def _new_zygote() -> ZygoteClient:
     from phalanx.launch.process.zygote_client import ZygoteClient
 
     with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:

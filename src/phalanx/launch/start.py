@@ -17,7 +17,7 @@ from phalanx import events, messages, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec import network, numa, preflight
-from phalanx.launch.spec.device_count import thread_setting, visible_cards
+from phalanx.launch.spec.device_count import thread_setting, visible_gpus
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.launch.spec.network import Route
 from phalanx.system import ports
@@ -42,7 +42,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
             **thread_setting(spec.nproc_per_node, environ, spec.cpus),
             "PHALANX_RUN_DIR": str(directory),
         }
-        nursery = ZygoteClient(
+        zygote = ZygoteClient(
             environment,
             start_method="exec" if spec.program.kind == "command" else spec.start_method,
             preload=spec.preload,
@@ -51,17 +51,17 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
             listener=listener,
             with_nodes=route is not None,
         )
-    with contextlib.closing(nursery):
+    with contextlib.closing(zygote):
         from phalanx.launch.agent.agent import Agent
 
-        return Agent(spec, environment, nursery, directory, route).run()
+        return Agent(spec, environment, zygote, directory, route).run()
 
 
 def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
     """With the CPUs of each rank, if they are to be bound."""
     if spec.numa_binding is None:
         return spec
-    gpus = spec.devices if spec.devices is not None else visible_cards(environ)
+    gpus = spec.devices if spec.devices is not None else visible_gpus(environ)
     cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
     return messages.replace(spec, cpus=cpus)
 

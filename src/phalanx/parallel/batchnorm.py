@@ -1,6 +1,6 @@
 """Batch norm over the batches of all ranks.
 
-torch's SyncBatchNorm is for cards alone; on CPUs this one takes its place. Either gives what BatchNorm gives in one
+torch's SyncBatchNorm is for GPUs alone; on CPUs this one takes its place. Either gives what BatchNorm gives in one
 process that has all samples, running statistics included.
 """
 

@@ -1,6 +1,6 @@
 """One process, several replicas: the batch is cut, the model is copied, the copies run in threads, the leader collects.
 
-On cards this is torch's DataParallel. On CPUs torch has nothing of the kind, so the same scheme is written out here:
+On GPUs this is torch's DataParallel. On CPUs torch has nothing of the kind, so the same scheme is written out here:
 scatter, replicate, run, gather, and autograd adds the gradients of the copies up on the leader. DDP is faster; see
 docs/parallel.md for how much and why.
 """
@@ -54,8 +54,8 @@ class Replicas(OneProcess):
 class GpuReplicas(OneProcess, nn.DataParallel[nn.Module]):
     """torch's DataParallel, with what this package adds to every wrapped model."""
 
-    def __init__(self, module: nn.Module, cards: Sequence[int | torch.device] | None) -> None:
-        super().__init__(module, device_ids=cards)
+    def __init__(self, module: nn.Module, gpus: Sequence[int | torch.device] | None) -> None:
+        super().__init__(module, device_ids=gpus)
         save_without_prefix(self)
 
 
@@ -92,7 +92,7 @@ def _can_be_cut(leaf: Any) -> bool:
 
 
 def replicate(model: nn.Module, count: int) -> list[nn.Module]:
-    """``count`` copies of the model, as torch.nn.parallel.replicate makes them on cards. Gradients flow through the
+    """``count`` copies of the model, as torch.nn.parallel.replicate makes them on GPUs. Gradients flow through the
     copies of the parameters back to the model; the first copy shares its memory."""
     copies = [_copies(model, first=number == 0) for number in range(count)]
     modules = list(model.modules())

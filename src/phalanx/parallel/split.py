@@ -39,7 +39,7 @@ def _move_inputs(
 def _device(place: Device) -> torch.device:
     device = argparser.device(place)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"a part is to go to {device}, but torch sees {torch.cuda.device_count()} card(s).")
+        raise UsageError(f"a part is to go to {device}, but torch sees {torch.cuda.device_count()} GPU(s).")
     return device
 
 

@@ -57,7 +57,7 @@ def data_parallel(
         compress: how gradients travel: ``bf16``, ``fp16``, ``powersgd``, or as they are.
         find_unused: some parameters get no gradient in some steps. Costs a walk through the graph at each step.
         static_graph: every step uses the same parameters in the same way; torch then plans ahead.
-        devices: ``dp``, ``replicate``: the number of replicas, or the cards. ``split``: the devices for the layers of
+        devices: ``dp``, ``replicate``: the number of replicas, or the GPUs. ``split``: the devices for the layers of
             an nn.Sequential, which get equal shares of its bytes as far as possible.
         parts: ``split``: from the names of submodules to their devices.
         ddp_options: further arguments of DistributedDataParallel, such as ``bucket_cap_mb`` or ``process_group``.
@@ -120,7 +120,7 @@ class _Spot:
         return _Spot(dist.get_rank(), dist.get_world_size(group), device)
 
     def check(self, model: nn.Module) -> None:
-        """The model is where this rank's device is: a model left on the first card by all ranks is a common slip."""
+        """The model is where this rank's device is: a model left on the first GPU by all ranks is a common slip."""
         found = _places(model)
         if self.size > 1 and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(
@@ -146,7 +146,7 @@ def _type(model: nn.Module) -> str:
 
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """The one card of the model. None on CPUs and for a model on several cards, as DDP wants it."""
+    """The one GPU of the model. None on CPUs and for a model on several GPUs, as DDP wants it."""
     found = _places(model)
     return list(found) if len(found) == 1 and _type(model) != "cpu" else None
 
@@ -156,14 +156,14 @@ def _replicated(model: nn.Module, devices: Devices, spot: _Spot) -> OneProcess:
         return Replicas(model, _count(devices))
     if devices is None and spot.size > 1:
         raise UsageError(
-            f"mode='replicate' needs the cards of rank {spot.rank}: give devices=[…], beginning with the model's own."
+            f"mode='replicate' needs the GPUs of rank {spot.rank}: give devices=[…], beginning with the model's own."
         )
-    cards = list(range(devices)) if isinstance(devices, int) else devices
-    return GpuReplicas(model, None if cards is None else [torch.device("cuda", _index(card)) for card in cards])
+    gpus = list(range(devices)) if isinstance(devices, int) else devices
+    return GpuReplicas(model, None if gpus is None else [torch.device("cuda", _index(gpu)) for gpu in gpus])
 
 
-def _index(card: Device) -> int:
-    return card if isinstance(card, int) else argparser.device(card).index or 0
+def _index(gpu: Device) -> int:
+    return gpu if isinstance(gpu, int) else argparser.device(gpu).index or 0
 
 
 def _count(devices: Devices) -> int:

@@ -88,7 +88,7 @@ class ShmGroup(dist.ProcessGroup):
             messages.close("the group is on several nodes.")
             self._messages = gloo_groups.GlooMessages(self._gloo, self._names, self._book)
             self._collectives = AcrossNodes(shared, nodes, claims, timeout, self._names, address, self._gloo)
-        self._lane = WorkQueue(name, self._book.page, self._log)
+        self._work_queue = WorkQueue(name, self._book.page, self._log)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
@@ -106,8 +106,8 @@ class ShmGroup(dist.ProcessGroup):
         if opts.timeout != UNSET:
             run = functools.partial(self._collectives.within, opts.timeout.total_seconds(), run)
         if opts.asyncOp:
-            return self._lane.later(kind, size, run, list(result))
-        self._lane.now(kind, size, run)
+            return self._work_queue.later(kind, size, run, list(result))
+        self._work_queue.now(kind, size, run)
         return _FINISHED
 
     # ---- one block
@@ -123,7 +123,7 @@ class ShmGroup(dist.ProcessGroup):
             call = self._collectives.prepared.get((tensor.dtype, opts.reduceOp.op.value))
             if call is not None and opts.timeout == UNSET and is_in_one_piece(tensor):
                 kind, size = self._book[ALL_REDUCE, tensor.dtype], tensor.numel()
-                self._lane.now(kind, size, self._collectives.repeat, call, tensor)
+                self._work_queue.now(kind, size, self._collectives.repeat, call, tensor)
                 return _FINISHED
 
         def run() -> None:
@@ -275,7 +275,7 @@ class ShmGroup(dist.ProcessGroup):
     @property
     def seconds_in_collectives(self) -> float:
         """Since the group was made, with the waiting for other ranks."""
-        return self._lane.seconds
+        return self._work_queue.seconds
 
     @property
     def timeout(self) -> timedelta:
@@ -287,28 +287,28 @@ class ShmGroup(dist.ProcessGroup):
 
     def record(self, on: bool) -> None:
         """Off, it notes nothing in the rank's page. For measuring what that costs; nothing may run meanwhile."""
-        self._lane.page, self._lane.log = (self._book.page, self._log) if on else (None, None)
+        self._work_queue.page, self._work_queue.log = (self._book.page, self._log) if on else (None, None)
         if isinstance(self._collectives, Collectives):
-            self._collectives.keep(self._lane.log)
+            self._collectives.keep(self._work_queue.log)
 
     def shutdown(self) -> None:
         """Leaves the group, when what was asked for is done."""
-        if not self._lane.closed:
-            self._lane.close("the process group has been shut down.")
+        if not self._work_queue.closed:
+            self._work_queue.close("the process group has been shut down.")
             self._messages.close("the process group has been shut down.")
             self._collectives.close()
             super().shutdown()
 
     def abort(self) -> None:
         """Ends every wait of every rank in this group at once."""
-        if not self._lane.closed:
+        if not self._work_queue.closed:
             self._collectives.abort()
             self.shutdown()
 
     def _forked(self) -> None:
-        self._lane = WorkQueue(self._names.group, None)
+        self._work_queue = WorkQueue(self._names.group, None)
         no_place = "this process was forked from a rank and has no place in the group; start it afresh."
-        self._lane.closed = self._messages.closed = no_place
+        self._work_queue.closed = self._messages.closed = no_place
         self._collectives.forked()
 
     # The names that torch before 2.13 calls.

@@ -57,7 +57,7 @@ def run_ranks(
     """
     with contextlib.ExitStack() as stack:
         slots = [stack.enter_context(contextlib.closing(_Slot(anonymous_file("result")))) for _ in range(n)]
-        context = SpawnContext(_call, (fn, args, slots, join_group, backend), n, daemon=False, nursery=_warm_nursery())
+        context = SpawnContext(_call, (fn, args, slots, join_group, backend), n, daemon=False, zygote=_warm_zygote())
         stack.callback(context.close)
         if not context.join(timeout):
             raise PhalanxError(f"{_name(fn)} did not end on all of {n} ranks within {timeout:g} s.")
@@ -76,7 +76,7 @@ def close() -> None:
         _warm = None
 
 
-def _warm_nursery() -> ZygoteClient:
+def _warm_zygote() -> ZygoteClient:
     global _warm
     if _warm is not None and _warm.has_ended:
         close()

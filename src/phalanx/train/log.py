@@ -28,7 +28,7 @@ class Kept:
         self._sums[name] = total + value, count + 1
 
     def take(self) -> Sums:
-        """The numbers themselves; on a card this waits for them."""
+        """The numbers themselves; on a GPU this waits for them."""
         taken, self._sums = self._sums, {}
         return {name: (float(total), count) for name, (total, count) in taken.items()}
 
@@ -40,7 +40,7 @@ def log(**values: Value) -> None:
     """Gives values to the progress line of `px.track` and to the run's events.
 
     Each rank's values since the last time are averaged when they are shown, over the ranks too; until then nothing
-    is exchanged, and no value is fetched from a card.
+    is exchanged, and no value is fetched from a GPU.
     """
     for name, value in values.items():
         _kept.add(name, value)

@@ -1,6 +1,6 @@
 """Metrics that are exact over uneven shards: local sums and counts, and one exchange for all metrics of a report.
 
-Nothing is exchanged while they are updated, and no value is fetched from a card before it is asked for.
+Nothing is exchanged while they are updated, and no value is fetched from a GPU before it is asked for.
 """
 
 from __future__ import annotations

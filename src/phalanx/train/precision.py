@@ -1,4 +1,4 @@
-"""Automatic mixed precision, the same lines on every device: bf16 on CPUs, bf16 or scaled fp16 on cards."""
+"""Automatic mixed precision, the same lines on every device: bf16 on CPUs, bf16 or scaled fp16 on GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class autocast:
             amp.step(optimizer)
             optimizer.zero_grad()
 
-    ``dtype``: ``"bf16"``, ``"fp16"`` (cards only), or what fits the device: bf16 on CPUs and on cards that have it,
+    ``dtype``: ``"bf16"``, ``"fp16"`` (GPUs only), or what fits the device: bf16 on CPUs and on GPUs that have it,
     otherwise fp16. With ``enabled=False`` everything runs in full precision, by the same lines. With `px.accumulate`
     call ``backward`` for every part, ``clip`` and ``step`` when a step is complete.
     """

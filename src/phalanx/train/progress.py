@@ -130,7 +130,7 @@ def describe(reports: dict[int, Report], own: Report, total: int | None) -> str:
     Of a run that was interrupted ``attempt 2 from step 70`` stands before it.
     """
     parts = [
-        *filter(None, [attempt.story()]),
+        *filter(None, [attempt.describe()]),
         f"epoch {own.epoch}",
         f"step {own.step}" + (f"/{total}" if total is not None else ""),
     ]

@@ -78,7 +78,7 @@ def backends(facts: Facts) -> Finding:
     if not found.backends:
         advice = f"this torch was built without them: {pip_install(facts)} --force-reinstall torch"
         return Finding("backends", value, "error", advice)
-    advice = "cards are slow without nccl: install a build of torch with it"
+    advice = "GPUs are slow without nccl: install a build of torch with it"
     return judged("backends", value, advice, warning=bool(found.gpus) and "nccl" not in there)
 
 
@@ -95,14 +95,14 @@ def devices(facts: Facts) -> Finding:
         return _idle_gpus(facts)
     if seen.driver:
         advice = "in a container: docker run --gpus all …; else look at nvidia-smi and lspci"
-        return Finding("devices", f"no card, though there is a driver ({seen.driver})", "warning", advice)
-    return Finding("devices", "no card; ranks are on the CPU")
+        return Finding("devices", f"no GPU, though there is a driver ({seen.driver})", "warning", advice)
+    return Finding("devices", "no GPU; ranks are on the CPU")
 
 
 def _idle_gpus(facts: Facts) -> Finding:
     """The system has GPUs, and torch has none."""
     found, seen = facts.torch, facts.gpus
-    value = f"{seen.nodes} card{'s' * (seen.nodes > 1)}{_driver(facts)}"
+    value = f"{seen.nodes} GPU{'s' * (seen.nodes > 1)}{_driver(facts)}"
     if seen.visible is not None and seen.visible.strip() in ("", "-1"):
         return Finding("devices", f"{value}, hidden by CUDA_VISIBLE_DEVICES={seen.visible!r}")
     if _is_broken(facts):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from phalanx import events, messages
 from phalanx.failure.root_cause import is_consequence
 from phalanx.launch.agent.rank_process import RankProcess
-from phalanx.launch.agent.stopping import StopSequence
+from phalanx.launch.agent.stop_sequence import StopSequence
 from phalanx.launch.output.logs import OutputPipe
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
@@ -43,7 +43,7 @@ class AttemptRun:
 
     def __init__(
         self,
-        nursery: ZygoteClient,
+        zygote: ZygoteClient,
         selector: selectors.BaseSelector,
         shutdown_timeout: float,
         note: Callable[..., None] = lambda *_, **__: None,
@@ -52,7 +52,7 @@ class AttemptRun:
         self.members: dict[int, RankProcess] = {}
         self.why_exec: str | None = None
         self.stopping: StopSequence | None = None
-        self._nursery = nursery
+        self._zygote = zygote
         self._selector = selector
         self._waiting: deque[tuple[RankProcess, WorkerSpec, list[int]]] = deque()
         """Still to be asked for, with their descriptors."""
@@ -65,7 +65,7 @@ class AttemptRun:
         """When all ranks were sent SIGKILL."""
         self._suspicion: float | None = None
         """Until when to wait for the cause, after a rank that merely lost its connection."""
-        selector.register(nursery, selectors.EVENT_READ, self._hear_nursery)
+        selector.register(zygote, selectors.EVENT_READ, self._hear_zygote)
         self._is_listening = True
 
     def start(self, member: RankProcess, worker: WorkerSpec, fds: Sequence[int], extra: Sequence[int] = ()) -> None:
@@ -78,11 +78,11 @@ class AttemptRun:
 
     def _send_starts(self) -> None:
         """A few at a time, and none before the zygote listens: a send that has to wait would make the loop deaf."""
-        while self._waiting and self._nursery.ready and self._under_way < _MOST_UNDER_WAY:
+        while self._waiting and self._zygote.ready and self._under_way < _MOST_UNDER_WAY:
             _, worker, fds = self._waiting.popleft()
             self._under_way += 1
             try:
-                self._nursery.start(worker, fds)
+                self._zygote.start(worker, fds)
             finally:
                 _close_all(fds)
 
@@ -105,7 +105,7 @@ class AttemptRun:
     @property
     def streams(self) -> list[OutputPipe]:
         """The pipes of all ranks that have not ended."""
-        return [pump for member in self.members.values() for pump in member.pumps if not pump.ended]
+        return [pipe for member in self.members.values() for pipe in member.pipes if not pipe.ended]
 
     def turn(self, longest_wait: float | None) -> None:
         """One turn of the loop: waits for something to happen and does what is due."""
@@ -120,7 +120,7 @@ class AttemptRun:
         overdue = self._overdue_at
         if overdue is not None and now >= overdue:
             raise HelperLost(
-                f"the process that starts the workers (pid {self._nursery.pid}) has not ended them "
+                f"the process that starts the workers (pid {self._zygote.pid}) has not ended them "
                 f"{overdue - (self._killed_at or 0):g} s after it was told to send SIGKILL"
             )
 
@@ -158,14 +158,14 @@ class AttemptRun:
     def finish(self) -> None:
         """After the last exit: ends whatever the workers started and left behind, then listens no more."""
         self.detach()
-        for event in self._nursery.sweep() if self._nursery.ready else ():
+        for event in self._zygote.sweep() if self._zygote.ready else ():
             self._handle(event)
 
     def detach(self) -> None:
         """Listens to the nursery no more."""
         if self._is_listening:
             self._is_listening = False
-            self._selector.unregister(self._nursery)
+            self._selector.unregister(self._zygote)
 
     def give_up(self) -> None:
         """The zygote is gone, and its ranks with it: nobody will report how they have ended."""
@@ -186,7 +186,7 @@ class AttemptRun:
             self.finish()
         except HelperLost:
             self.detach()
-            self._nursery.close()
+            self._zygote.close()
             self.give_up()
 
     def endings(self) -> list[events.Ending]:
@@ -196,8 +196,8 @@ class AttemptRun:
         for member in self.members.values():
             member.close()
 
-    def _hear_nursery(self) -> None:
-        event = self._nursery.next_event()
+    def _hear_zygote(self) -> None:
+        event = self._zygote.next_event()
         if event is not None:
             self._handle(event)
         self._send_starts()
@@ -267,9 +267,9 @@ class AttemptRun:
         if member.asked_at is None:
             member.asked_at = time.time()
         member.asked_with = number
-        self._nursery.signal(member.pid, number)
+        self._zygote.signal(member.pid, number)
         if number != signal.SIGKILL:
-            self._nursery.signal(member.pid, signal.SIGCONT)  # a stopped process would not hear the other one
+            self._zygote.signal(member.pid, signal.SIGCONT)  # a stopped process would not hear the other one
 
 
 def _is_cleaning_up(member: RankProcess) -> bool:

@@ -40,14 +40,14 @@ class RankProcess:
     def __init__(
         self,
         place: Placement,
-        pumps: Sequence[OutputPipe] = (),
+        pipes: Sequence[OutputPipe] = (),
         tail: Tail | None = None,
         logs: Sequence[LogFile] = (),
         error_logs: Sequence[LogFile] = (),
     ) -> None:
         """``error_logs``: those of ``logs`` that get its last words, as standard error would have."""
         self.place = place
-        self.pumps = pumps
+        self.pipes = pipes
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
         self.thread_death: ThreadDeath | None = None
@@ -114,9 +114,9 @@ class RankProcess:
         """gloo has ended it, because what came from another rank had another size."""
         if self.exited is None or self.exited.signal != signal.SIGABRT:
             return False
-        for pump in self.pumps:
-            if not pump.ended:
-                pump.read()  # it has said so just before
+        for pipe in self.pipes:
+            if not pipe.ended:
+                pipe.read()  # it has said so just before
         return gloo_mismatch(self.ending()) is not None
 
     def ending(self) -> events.Ending:
@@ -147,8 +147,8 @@ class RankProcess:
         last_words = self.error.traceback.encode(errors="replace") if self.error else self._cry
         for log in self._error_logs if last_words else ():
             log.write(b"\n" * self._tail.is_open + last_words)
-        for pump in self.pumps:
-            pump.close()
+        for pipe in self.pipes:
+            pipe.close()
         for log in self._logs:
             log.close()
         os.close(self.report_reader)
@@ -156,8 +156,8 @@ class RankProcess:
 
     def close_writers(self) -> None:
         """The worker has its ends; ours must go, or the pipes would never end."""
-        for pump in self.pumps:
-            pump.close_writer()
+        for pipe in self.pipes:
+            pipe.close_writer()
         if self.report_writer >= 0:
             os.close(self.report_writer)
             self.report_writer = -1
@@ -179,7 +179,7 @@ def new_rank_process(
     if attempt:
         log.write(f"--- attempt {attempt + 1} ---\n".encode())
     logs = [log]
-    pumps = []
+    pipes = []
     for stream, fd in ((1, console.out), (2, console.err)):
         files = [log]
         redirected = spec.redirects.get(local_rank, 0) & stream
@@ -196,5 +196,5 @@ def new_rank_process(
         prefix = None
         if place.world_size > 1:
             prefix = rank_prefix(place.rank, place.world_size, console.colours, spec.node_name)
-        pumps.append(OutputPipe(OutputRoute(files, tail, fd if shown else None, prefix), console, resume))
-    return RankProcess(place, pumps, tail, logs, error_logs=files)
+        pipes.append(OutputPipe(OutputRoute(files, tail, fd if shown else None, prefix), console, resume))
+    return RankProcess(place, pipes, tail, logs, error_logs=files)

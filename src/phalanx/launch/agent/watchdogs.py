@@ -30,10 +30,10 @@ class Watchdogs:
     """Of a run on this node."""
 
     def __init__(
-        self, spec: LaunchSpec, directory: Path, record: RunRecord, voice: AgentLines, wake: Callable[[], None]
+        self, spec: LaunchSpec, directory: Path, record: RunRecord, agent_lines: AgentLines, wake: Callable[[], None]
     ) -> None:
         self._terms = Terms(spec.stall_after, spec.on_stall == "kill")
-        self._directory, self._record, self._voice, self._wake = directory, record, voice, wake
+        self._directory, self._record, self._agent_lines, self._wake = directory, record, agent_lines, wake
         self._counters = Counters()
         self._pace = PaceMonitor(directory)
         self._watch: AttemptRun | None = None
@@ -62,10 +62,10 @@ class Watchdogs:
         while self._paces.announced:
             slow = self._paces.announced.popleft()
             if slow.lines:
-                self._voice.say(slow.lines)
+                self._agent_lines.say(slow.lines)
             self._record.keep_straggler(messages.asdict(slow.straggler))
         for stalled in self._stall.announced():
-            self._voice.say(stalled.lines)
+            self._agent_lines.say(stalled.lines)
             self._record.note("stall", verdict=stalled.verdict)
             self.standing = stalled.verdict
             if stalled.kills:
@@ -80,7 +80,7 @@ class Watchdogs:
                 self._troubled.add(what)
                 self._record.note("trouble", what=what, traceback=traceback.format_exc())
                 reason = f"{type(error).__name__}: {error}"
-                self._voice.say([f"the ranks' {what} cannot be watched just now ({reason}); the run goes on"])
+                self._agent_lines.say([f"the ranks' {what} cannot be watched just now ({reason}); the run goes on"])
 
     def close(self) -> None:
         """All ranks have ended."""

@@ -16,24 +16,24 @@ class PipeSet:
         self._selector, self._wake = selector, wake
         self._resumable: list[OutputPipe] = []
 
-    def add(self, pump: OutputPipe) -> None:
+    def add(self, pipe: OutputPipe) -> None:
         """It is read from now on; a second time does no harm, nor after its end."""
-        if not pump.ended and pump.fileno() not in self._selector.get_map():
-            self._selector.register(pump, selectors.EVENT_READ, lambda: self._move(pump))
+        if not pipe.ended and pipe.fileno() not in self._selector.get_map():
+            self._selector.register(pipe, selectors.EVENT_READ, lambda: self._move(pipe))
 
-    def resume(self, pump: OutputPipe) -> None:
+    def resume(self, pipe: OutputPipe) -> None:
         """Called on the console's thread: this pump may be read again."""
-        self._resumable.append(pump)
+        self._resumable.append(pipe)
         self._wake()
 
-    def turn(self, pumps: Iterable[OutputPipe]) -> None:
+    def turn(self, pipes: Iterable[OutputPipe]) -> None:
         """What is due in every turn of the loop."""
         while self._resumable:
             self.add(self._resumable.pop())
         now = time.monotonic()
-        for pump in pumps:
-            pump.tick(now)
+        for pipe in pipes:
+            pipe.tick(now)
 
-    def _move(self, pump: OutputPipe) -> None:
-        if not pump.read() or pump.paused:
-            self._selector.unregister(pump)
+    def _move(self, pipe: OutputPipe) -> None:
+        if not pipe.read() or pipe.paused:
+            self._selector.unregister(pipe)

@@ -31,7 +31,7 @@ _NO_CUDA = re.compile(
 )
 
 
-def hear_no_more_of_loaders() -> None:
+def ignore_loader_sigchld() -> None:
     """The first thing to be done when a script has failed.
 
     torch tells of a worker that was killed by raising in the handler of SIGCHLD, wherever Python happens to be. From
@@ -42,7 +42,7 @@ def hear_no_more_of_loaders() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def let_nothing_interrupt_the_end() -> None:
+def ignore_interrupts() -> None:
     """A script that has failed is ending: a Ctrl-C that comes now would only show where in Python's own clean-up.
 
     The agent does not wait for ever; after SIGINT comes SIGTERM. A handler instead of SIG_IGN, because what the script
@@ -52,7 +52,7 @@ def let_nothing_interrupt_the_end() -> None:
         signal.signal(signal.SIGINT, lambda *_: None)
 
 
-def tell_of_threads(tell: Callable[[Mapping[str, str]], object]) -> None:
+def report_thread_deaths(tell: Callable[[Mapping[str, str]], object]) -> None:
     """When an exception ends a thread beside the main one, the agent is told as well: the main thread may wait for it
     from then on. What Python prints of it is printed as ever."""
     plain = threading.excepthook

@@ -150,16 +150,16 @@ def _comes_from(module: ModuleType | None, directory: str) -> bool:
 class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds hidden packages; loading one puts it back, with all of its submodules."""
 
-    def __init__(self, disguise: FreshModules) -> None:
-        self._disguise = disguise
+    def __init__(self, fresh_modules: FreshModules) -> None:
+        self._fresh_modules = fresh_modules
         self._specs: dict[str, Any] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self._disguise.hidden:
+        if fullname not in self._fresh_modules.hidden:
             return None
-        real = self._disguise.hidden[fullname][fullname].__spec__
+        real = self._fresh_modules.hidden[fullname][fullname].__spec__
         if real is None:
             return None
         spec = importlib.machinery.ModuleSpec(fullname, self, origin=real.origin)
@@ -167,17 +167,17 @@ class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = self._disguise.hidden[spec.name][spec.name]
+        module = self._fresh_modules.hidden[spec.name][spec.name]
         self._specs[spec.name] = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         root = module.__name__
         module.__spec__ = self._specs.pop(root)
-        sys.modules.update(self._disguise.hidden.pop(root))
-        if not self._disguise.hidden and self in sys.meta_path:
+        sys.modules.update(self._fresh_modules.hidden.pop(root))
+        if not self._fresh_modules.hidden and self in sys.meta_path:
             sys.meta_path.remove(self)
-        self._disguise.apply_settings(root)
+        self._fresh_modules.apply_settings(root)
 
 
 def _openblas_threads(environ: Any) -> int:

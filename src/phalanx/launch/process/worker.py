@@ -49,7 +49,7 @@ class Birth:
     parent: int
     fds: list[int]
     """stdin, stdout, stderr, the report pipe; for a function also its pickle and the files it refers to."""
-    disguise: FreshModules
+    fresh_modules: FreshModules
     by_exec: bool
     shadowed: bool
     """A file beside the script has the name of a module that even our own start-up imports."""
@@ -79,7 +79,7 @@ def become(birth: Birth) -> None:
     os.environ.update(spec.environment)
     if birth.by_exec:
         _exec(spec, birth.fds[3:], birth.shadowed)
-    birth.disguise.put_on()
+    birth.fresh_modules.put_on()
     run(_script(spec), birth.fds[3], birth.fds[4:])
 
 
@@ -135,7 +135,7 @@ def run(script: Script, report: int, fds: list[int]) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
-    exit_report.tell_of_threads(lambda death: os.getpid() == pid and _report(report, {"thread": death}))
+    exit_report.report_thread_deaths(lambda death: os.getpid() == pid and _report(report, {"thread": death}))
     notices.report_by(lambda text: os.getpid() == pid and _report(report, {"notice": text}))
     _begin_page(script.rank)
     try:
@@ -145,8 +145,8 @@ def run(script: Script, report: int, fds: list[int]) -> None:
         try:
             _run_program(script, fds)
         except BaseException:
-            exit_report.hear_no_more_of_loaders()
-            exit_report.let_nothing_interrupt_the_end()
+            exit_report.ignore_loader_sigchld()
+            exit_report.ignore_interrupts()
             raise
         _end_page()
     except BaseException as error:

@@ -47,7 +47,7 @@ _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data",
 
 def main(fd: int, fresh: frozenset[str]) -> None:
     """The zygote's life; in a forked child it goes on as the worker's."""
-    disguise = FreshModules.of_this_interpreter(fresh)
+    fresh_modules = FreshModules.of_this_interpreter(fresh)
     # A job's end is often told to every process of it. The zygote's and the keeper's comes by their channels: were they
     # to go first, the workers would be killed in the middle of their last checkpoint.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_THE_WORKERS}
@@ -57,7 +57,7 @@ def main(fd: int, fresh: frozenset[str]) -> None:
         os._exit(0)
     setup, fds = received
     secret.keep(setup.secret)
-    zygote = _Zygote(channel, disguise, setup, handlers)
+    zygote = _Zygote(channel, fresh_modules, setup, handlers)
     try:
         child = zygote.live(fds)
     except (BrokenPipeError, ForeignData):  # the agent died while it was being told something, or is not one
@@ -70,7 +70,7 @@ def main(fd: int, fresh: frozenset[str]) -> None:
 @dataclass
 class _Zygote:
     channel: Channel
-    disguise: FreshModules
+    fresh_modules: FreshModules
     setup: Setup
     handlers: dict[signal.Signals, Any]
     """What a fresh interpreter does on the signals that the zygote itself ignores."""
@@ -86,7 +86,7 @@ class _Zygote:
         process_tree.adopt_orphans()
         if self.setup.start_method == "exec":
             self.why_not_fork = "asked for"
-            self.disguise.note_imports()
+            self.fresh_modules.note_imports()
         else:
             self._import()
         process_tree.outlive_parent()
@@ -112,7 +112,7 @@ class _Zygote:
         for name in (*_TORCH, *self.setup.late, *self.setup.preload):
             directory = self.setup.script_directory if name in self.setup.preload else None
             try:
-                with self.disguise.visible(directory):
+                with self.fresh_modules.visible(directory):
                     importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
                 if name in self.setup.late:
@@ -122,7 +122,7 @@ class _Zygote:
                 os._exit(1)
         _flush()
         torch_setup.install()
-        self.disguise.note_imports()
+        self.fresh_modules.note_imports()
         gc.freeze()  # a collection in a worker must not touch, and so copy, every page shared with the others
         gc.enable()
         own = procfs.stat("self")
@@ -178,7 +178,7 @@ class _Zygote:
         os.kill(pid, number)  # at least a zombie is there: only we reap
 
     def _start(self, spec: WorkerSpec, fds: list[int], wake_fds: list[int]) -> worker.Birth | None:
-        shadow = self.disguise.shadowed_by(self.setup.script_directory)
+        shadow = self.fresh_modules.shadowed_by(self.setup.script_directory)
         why_exec = self._why_exec(spec) or shadow
         if why_exec and spec.start_method == "fork":
             self.channel.send(CannotFork(why_exec))
@@ -194,7 +194,7 @@ class _Zygote:
             self.channel.close()
             for fd in wake_fds:
                 os.close(fd)
-            return worker.Birth(spec, parent, fds, self.disguise, why_exec is not None, shadow is not None)
+            return worker.Birth(spec, parent, fds, self.fresh_modules, why_exec is not None, shadow is not None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
         self.workers[pid] = spec
         for fd in fds:

@@ -11,9 +11,9 @@ from phalanx.launch.spec.launch_spec import LaunchSpec, placements
 from phalanx.system.ports import LOOPBACK, is_loopback
 
 
-def compare(outposts: Sequence[HostConnection]) -> None:
+def compare(connections: Sequence[HostConnection]) -> None:
     """An error for each host that would compute with something else than the first."""
-    first, *others = outposts
+    first, *others = connections
     wrong = []
     for other in others:
         for what, found in _versions(other).items():
@@ -26,9 +26,9 @@ def compare(outposts: Sequence[HostConnection]) -> None:
         raise LaunchError("\n".join(wrong))
 
 
-def master(outposts: Sequence[HostConnection], spec: LaunchSpec) -> tuple[str, int]:
+def master(connections: Sequence[HostConnection], spec: LaunchSpec) -> tuple[str, int]:
     """Address and port of the first host as the others see it."""
-    first, *others = outposts
+    first, *others = connections
     port = spec.master_port or _hello(first).port or 0
     if spec.master_addr != LOOPBACK:
         return spec.master_addr, port
@@ -46,23 +46,23 @@ def master(outposts: Sequence[HostConnection], spec: LaunchSpec) -> tuple[str, i
     )
 
 
-def roll(outposts: Sequence[HostConnection]) -> str:
+def roll(connections: Sequence[HostConnection]) -> str:
     """Who has which ranks, in a line."""
-    sizes = [_hello(outpost).nproc for outpost in outposts]
+    sizes = [_hello(connection).nproc for connection in connections]
     everyone = placements(sizes)
     parts = []
-    for outpost in outposts:
-        ranks = [place.rank for place in everyone if place.node == outpost.node]
-        parts.append(f"{outpost.name} {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else ""))
-    text = f"{sum(sizes)} rank{'s' * (sum(sizes) > 1)} on {len(outposts)} host{'s' * (len(outposts) > 1)}"
+    for connection in connections:
+        ranks = [place.rank for place in everyone if place.node == connection.node]
+        parts.append(f"{connection.name} {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else ""))
+    text = f"{sum(sizes)} rank{'s' * (sum(sizes) > 1)} on {len(connections)} host{'s' * (len(connections) > 1)}"
     return f"{text}: {', '.join(parts[:8])}{', …' if len(parts) > 8 else ''}"
 
 
-def _versions(outpost: HostConnection) -> dict[str, str]:
-    hello = _hello(outpost)
+def _versions(connection: HostConnection) -> dict[str, str]:
+    hello = _hello(connection)
     return {"Python": hello.python, "torch": hello.torch, "phalanx": hello.phalanx}
 
 
-def _hello(outpost: HostConnection) -> Hello:
-    assert outpost.hello is not None, "all have answered"
-    return outpost.hello
+def _hello(connection: HostConnection) -> Hello:
+    assert connection.hello is not None, "all have answered"
+    return connection.hello

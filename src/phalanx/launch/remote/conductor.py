@@ -37,25 +37,30 @@ def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *
 
     ``is_launch``: it is to be read as ``python -m phalanx.launch`` reads it.
     """
-    assert spec.fleet is not None
+    assert spec.host_list is not None
     secret.make()
-    environment = forwarded_env.pack(environ, spec.fleet.export)
-    return _Conductor(spec, spec.fleet, tuple(argv), environment, is_launch).run()
+    environment = forwarded_env.pack(environ, spec.host_list.export)
+    return _Conductor(spec, spec.host_list, tuple(argv), environment, is_launch).run()
 
 
 class _Conductor:
     def __init__(
-        self, spec: LaunchSpec, fleet: HostList, argv: tuple[str, ...], environment: Mapping[str, str], is_launch: bool
+        self,
+        spec: LaunchSpec,
+        host_list: HostList,
+        argv: tuple[str, ...],
+        environment: Mapping[str, str],
+        is_launch: bool,
     ) -> None:
-        self._spec, self._fleet = spec, fleet
+        self._spec, self._host_list = spec, host_list
         self._argv, self._environment, self._is_launch = argv, environment, is_launch
-        ways = [find_transport(host, fleet) for host in fleet.hosts]
+        ways = [find_transport(host, host_list) for host in host_list.hosts]
         self._console = Console()
         self._selector = selectors.DefaultSelector()
         self._signals = Signals((*spec.signals, "SIGCHLD"), self._selector)
-        self._pumps = PipeSet(self._selector, self._signals.wake)
+        self._pipes = PipeSet(self._selector, self._signals.wake)
         self._ways = ways
-        self._outposts: list[HostConnection] = []
+        self._connections: list[HostConnection] = []
         self._signalled: list[int] = []
         self._shown: set[str] = set()
         self._verdict: str | None = None
@@ -76,7 +81,7 @@ class _Conductor:
             self._await_answers()
             if not self._signalled:
                 self._send_off()
-                self._turn_until(lambda: all(outpost.is_over for outpost in self._outposts))
+                self._turn_until(lambda: all(connection.is_over for connection in self._connections))
                 self._tell_verdict()
             return 128 + self._signalled[0] if self._signalled else self._exit_code
         finally:
@@ -86,15 +91,15 @@ class _Conductor:
     # ---- bringing them together
 
     def _start_all(self) -> None:
-        if self._fleet.way == "srun":
-            names = ", ".join(host.name for host in self._fleet.hosts)
-            self._say(f"SLURM gives {len(self._fleet.hosts)} nodes ({names}); starting on all of them with srun")
+        if self._host_list.way == "srun":
+            names = ", ".join(host.name for host in self._host_list.hosts)
+            self._say(f"SLURM gives {len(self._host_list.hosts)} nodes ({names}); starting on all of them with srun")
         for node, way in enumerate(self._ways):
-            outpost = HostConnection(node, way, self._console, self._pumps.resume, self._hear)
-            self._outposts.append(outpost)
-            for stream in outpost.streams:
-                self._pumps.add(stream)
-            outpost.send(self._order(node, way))
+            connection = HostConnection(node, way, self._console, self._pipes.resume, self._hear)
+            self._connections.append(connection)
+            for stream in connection.streams:
+                self._pipes.add(stream)
+            connection.send(self._order(node, way))
 
     def _order(self, node: int, way: Transport) -> wire_protocol.Order:
         first, own = self._ways[0], secret.text()
@@ -121,33 +126,33 @@ class _Conductor:
 
         def is_settled() -> bool:
             nonlocal patience
-            waiting = [outpost for outpost in self._outposts if not (outpost.hello or outpost.refusal)]
-            if any(outpost.refusal for outpost in self._outposts):
+            waiting = [connection for connection in self._connections if not (connection.hello or connection.refusal)]
+            if any(connection.refusal for connection in self._connections):
                 patience = min(patience, time.monotonic() + _OTHERS_MAY_ANSWER)
-            self._show(f"{len(self._outposts) - len(waiting)} of {len(self._outposts)} hosts have answered")
+            self._show(f"{len(self._connections) - len(waiting)} of {len(self._connections)} hosts have answered")
             return not waiting or time.monotonic() >= patience or bool(self._signalled)
 
         self._turn_until(is_settled)
         if self._signalled:
             return
-        refusals = [outpost.refusal for outpost in self._outposts if outpost.refusal]
-        silent = [outpost.name for outpost in self._outposts if not (outpost.hello or outpost.refusal)]
+        refusals = [connection.refusal for connection in self._connections if connection.refusal]
+        silent = [connection.name for connection in self._connections if not (connection.hello or connection.refusal)]
         if silent and not refusals:
             refusals = [f"{', '.join(silent)} did not answer within {self._spec.rdzv_timeout:g} s (--rdzv-timeout)."]
         if refusals:
             raise LaunchError("\n".join(refusals))
-        compatibility.compare(self._outposts)
+        compatibility.compare(self._connections)
 
     def _send_off(self) -> None:
         """All fit: they are told where to meet, and start."""
         go = (
-            wire_protocol.Go(*compatibility.master(self._outposts, self._spec))
-            if len(self._outposts) > 1
+            wire_protocol.Go(*compatibility.master(self._connections, self._spec))
+            if len(self._connections) > 1
             else wire_protocol.Go()
         )
-        self._say(compatibility.roll(self._outposts))
-        for outpost in self._outposts:
-            outpost.send(go)
+        self._say(compatibility.roll(self._connections))
+        for connection in self._connections:
+            connection.send(go)
 
     # ---- the loop
 
@@ -156,36 +161,36 @@ class _Conductor:
             for key, _ in self._selector.select(_TICK):
                 key.data()
             self._obey_signals()
-            self._pumps.turn(stream for outpost in self._outposts for stream in outpost.streams)
+            self._pipes.turn(stream for connection in self._connections for stream in connection.streams)
             now = time.monotonic()
             if now >= self._beat_at:
                 self._beat_at = now + wire_protocol.BEAT_SECONDS
-                for outpost in self._outposts:
-                    outpost.beat()
-            for outpost in self._outposts:
-                outpost.flush()
-                if not outpost.is_over and outpost.poll() is not None:
-                    self._finish(outpost)
+                for connection in self._connections:
+                    connection.beat()
+            for connection in self._connections:
+                connection.flush()
+                if not connection.is_over and connection.poll() is not None:
+                    self._finish(connection)
             self._end_what_is_left(now)
 
-    def _finish(self, outpost: HostConnection) -> None:
+    def _finish(self, connection: HostConnection) -> None:
         """Its way has ended: what is left in the pipes is read, and its end is understood."""
         deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
-        while not outpost.has_drained and time.monotonic() < deadline:
-            for stream in outpost.streams:
-                self._pumps.add(stream)
+        while not connection.has_drained and time.monotonic() < deadline:
+            for stream in connection.streams:
+                self._pipes.add(stream)
             for key, _ in self._selector.select(0.1):
                 key.data()
-        outpost.is_over = True
-        code = outpost.poll()
+        connection.is_over = True
+        code = connection.poll()
         assert code is not None
-        if outpost.hello is None:
-            outpost.refusal = outpost.refusal or outpost.way.why_not_started(code, outpost.said)
-        elif outpost.ended_with is None:
-            self._fail(outpost.way.why_lost(code, outpost.said) + "; all hosts are stopped")
+        if connection.hello is None:
+            connection.refusal = connection.refusal or connection.way.why_not_started(code, connection.said)
+        elif connection.ended_with is None:
+            self._fail(connection.way.why_lost(code, connection.said) + "; all hosts are stopped")
             self._end_by = time.monotonic()
-        elif outpost.ended_with != 0:
-            self._exit_code = self._exit_code or outpost.ended_with
+        elif connection.ended_with != 0:
+            self._exit_code = self._exit_code or connection.ended_with
             if not self._signalled:  # else all are stopping, each in the time that its ranks need
                 self._end_by = self._end_by or time.monotonic() + _OTHERS_MAY_END
 
@@ -197,33 +202,33 @@ class _Conductor:
             self._say(text)
 
     def _end_what_is_left(self, now: float) -> None:
-        left = [outpost for outpost in self._outposts if not outpost.is_over]
+        left = [connection for connection in self._connections if not connection.is_over]
         if self._end_by is not None and now >= self._end_by and self._kill_by is None:
             self._kill_by = now + self._spec.shutdown_timeout + _LAST_WORDS
-            for outpost in left:
-                outpost.send(wire_protocol.PassSignal(int(signal.SIGTERM)))
+            for connection in left:
+                connection.send(wire_protocol.PassSignal(int(signal.SIGTERM)))
         if self._kill_by is not None and now >= self._kill_by:
-            for outpost in left:
-                self._fail(f"{outpost.name} has not ended in time; its connection is closed")
-                outpost.kill()  # the remote sees its lifeline end
+            for connection in left:
+                self._fail(f"{connection.name} has not ended in time; its connection is closed")
+                connection.kill()  # the remote sees its lifeline end
 
     # ---- what they say
 
     def _hear(
         self,
-        outpost: HostConnection,
+        connection: HostConnection,
         message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said,
     ) -> None:
         match message:
             case wire_protocol.Hello():
-                outpost.greet(message)
-            case wire_protocol.Refused(text) if outpost.hello is None:
-                outpost.refusal = f"{outpost.name}: {text}"
+                connection.greet(message)
+            case wire_protocol.Refused(text) if connection.hello is None:
+                connection.refusal = f"{connection.name}: {text}"
             case wire_protocol.Refused(text):
-                self._fail(f"{outpost.name}: {text}")
+                self._fail(f"{connection.name}: {text}")
                 self._end_by = time.monotonic()
             case wire_protocol.Ended(code):
-                outpost.ended_with = code
+                connection.ended_with = code
             case wire_protocol.Said(text, topic):
                 self._pass_on(text, topic)
 
@@ -252,11 +257,11 @@ class _Conductor:
             if number == signal.SIGCHLD:
                 continue  # it has woken the loop
             self._signalled.append(number)
-            for outpost in self._outposts:
+            for connection in self._connections:
                 if len(self._signalled) > 2:
-                    outpost.kill()  # asked, asked for at once, and still here
-                elif not outpost.is_over:
-                    outpost.send(wire_protocol.PassSignal(number))
+                    connection.kill()  # asked, asked for at once, and still here
+                elif not connection.is_over:
+                    connection.send(wire_protocol.PassSignal(number))
             self._kill_by = self._kill_by or time.monotonic() + self._spec.shutdown_timeout + _LAST_WORDS
 
     # ---- the end
@@ -269,11 +274,11 @@ class _Conductor:
         self._console.put(self, self._console.err, f"phalanx: {text}\n".encode(errors="replace"))
 
     def _close(self) -> None:
-        for outpost in self._outposts:
-            outpost.hang_up()
+        for connection in self._connections:
+            connection.hang_up()
         patience = time.monotonic() + _HANG_UP_SECONDS
-        for outpost in self._outposts:
-            outpost.close(max(0.0, patience - time.monotonic()) if outpost.hello else 0.0)
+        for connection in self._connections:
+            connection.close(max(0.0, patience - time.monotonic()) if connection.hello else 0.0)
         self._console.close(timeout=2.0 if self._signalled else None)
         self._selector.close()
         self._signals.close()

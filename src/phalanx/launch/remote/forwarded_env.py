@@ -14,7 +14,7 @@ PATTERNS = (
 )
 
 STAY = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_*")
-"""The cards of this machine, and the place of a process in a run around this one: both are wrong elsewhere."""
+"""The GPUs of this machine, and the place of a process in a run around this one: both are wrong elsewhere."""
 
 
 def pack(environ: Mapping[str, str], more: Sequence[str]) -> dict[str, str]:

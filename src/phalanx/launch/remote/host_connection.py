@@ -24,10 +24,10 @@ class Stream(OutputPipe):
         fd: int,
         console: Console,
         resume: Callable[[OutputPipe], None],
-        sieve: wire_protocol.MessageFilter,
+        message_filter: wire_protocol.MessageFilter,
     ) -> None:
         super().__init__(OutputRoute([], tail, fd, b""), console, resume)
-        self._cutter = sieve
+        self._cutter = message_filter
 
 
 class HostConnection:
@@ -59,7 +59,8 @@ class HostConnection:
         self._sieves = [wire_protocol.MessageFilter(inbox) for _ in range(2)]
         fds = (console.out, console.err)
         self.streams = [
-            Stream(self._tail, fd, console, resume, sieve) for fd, sieve in zip(fds, self._sieves, strict=True)
+            Stream(self._tail, fd, console, resume, message_filter)
+            for fd, message_filter in zip(fds, self._sieves, strict=True)
         ]
         try:
             self._process = subprocess.Popen(
@@ -82,8 +83,8 @@ class HostConnection:
     def greet(self, hello: wire_protocol.Hello) -> None:
         """From now on its lines are those of ranks."""
         self.hello = hello
-        for sieve in self._sieves:
-            sieve.is_open = True
+        for message_filter in self._sieves:
+            message_filter.is_open = True
 
     def send(self, message: wire_protocol.Order | wire_protocol.Go | wire_protocol.PassSignal) -> None:
         self._outbox += wire_protocol.line(message)

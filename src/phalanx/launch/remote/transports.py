@@ -80,16 +80,18 @@ class Transport:
         return f"the agent on {name} ended without a word, with {_how(code)}"
 
 
-def find_transport(host: Host, fleet: HostList) -> Transport:
+def find_transport(host: Host, host_list: HostList) -> Transport:
     remote = _remote()
-    if fleet.way == "srun":
+    if host_list.way == "srun":
         # Beside the step that may run already, and not bound to the one core that one task would get.
         flags = ("--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none", "--quiet")
         return Transport(host, "srun", ("srun", *flags, *remote))
     if is_here(host):
         return Transport(host, "here", tuple(remote))
     # `exec`: no shell stays between ssh's server and the remote.
-    return Transport(host, "ssh", (*fleet.ssh, *_options(fleet.ssh, host), host.target, f"exec {shlex.join(remote)}"))
+    return Transport(
+        host, "ssh", (*host_list.ssh, *_options(host_list.ssh, host), host.target, f"exec {shlex.join(remote)}")
+    )
 
 
 def _remote() -> list[str]:

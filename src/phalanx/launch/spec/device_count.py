@@ -27,7 +27,7 @@ def thread_setting(
     return {"OMP_NUM_THREADS": str(max(1, min(cores.usable() // processes, bound)))}
 
 
-def visible_cards(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
+def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
     """The CUDA GPUs a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
@@ -51,7 +51,7 @@ def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
     return f", OMP_NUM_THREADS={count} for each ({how})"
 
 
-def choose_cards(
+def choose_gpus(
     asked: str, environ: Mapping[str, str], dev: Path = Path("/dev"), *, must_exist: bool = True
 ) -> tuple[str, ...]:
     """``--devices 0,3``: numbers within what is visible, so that it composes with a scheduler's choice.
@@ -64,7 +64,7 @@ def choose_cards(
         raise UsageError(f"--devices {asked!r} is not a list of numbers; give them like 0,3.") from None
     if len(set(indices)) != len(indices):
         raise UsageError(f"--devices {asked} names a GPU twice; give each once.")
-    visible = visible_cards(environ, dev)
+    visible = visible_gpus(environ, dev)
     if min(indices) < 0:
         raise UsageError(f"--devices {asked} has a negative number; GPUs count from 0.")
     if not visible and not (must_exist and _has_no_gpu(environ, dev)):
@@ -86,16 +86,16 @@ def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
     return environ.get("CUDA_VISIBLE_DEVICES") is not None or not any((dev / name).exists() for name in others)
 
 
-def process_count(asked: str, cards: tuple[str, ...]) -> int:
+def process_count(asked: str, gpus: tuple[str, ...]) -> int:
     """``--nproc-per-node``: a number, or cpu, gpu, auto."""
     if asked == "cpu":
         return cores.usable()
     if asked == "gpu":
-        if not cards:
+        if not gpus:
             raise UsageError("--nproc-per-node gpu, but no CUDA GPU is visible here; give a number, or cpu.")
-        return len(cards)
+        return len(gpus)
     if asked == "auto":
-        return len(cards) or cores.usable()
+        return len(gpus) or cores.usable()
     try:
         count = int(asked)
     except ValueError:

@@ -116,7 +116,7 @@ class LaunchSpec(Record, frozen=True):
     local_ranks_filter: tuple[int, ...] | None = None
     duplicate_filters: Mapping[int, tuple[str, ...]] = {}
     """1 (stdout), 2 (stderr) to the texts; a line with one of them also goes to a file for all local ranks."""
-    fleet: HostList | None = None
+    host_list: HostList | None = None
     """The hosts that this command starts; None when it starts this node alone."""
     node_name: str | None = None
     """This node's name in the output, when one command has started all nodes."""

@@ -66,7 +66,7 @@ class Agreement:
         self._names_here.pids = tuple(claim.pid for claim in here)
         self._names_here.hosts = tuple(claim.host for claim in here)
         within = dist.PrefixStore(f"node/{nodes.here}", store)
-        self._alarm = FailureStore(store)
+        self._failure_store = FailureStore(store)
         self._links: LeaderLinks | None = None
         with contextlib.ExitStack() as on_error:
             self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
@@ -74,7 +74,7 @@ class Agreement:
             if nodes.is_leader:
                 self._links = LeaderLinks(store, nodes, address, seconds, names)
                 on_error.callback(self._links.close)
-            self.rail = GlooGroup(store, nodes, timeout, address, names) if nodes.has_rail else None
+            self.gloo_group = GlooGroup(store, nodes, timeout, address, names) if nodes.has_gloo_group else None
             on_error.pop_all()
         self._entry = Collectives(self._segment, nodes.local, len(here), seconds)
         self.local = Collectives(self._segment, nodes.local, len(here), seconds)
@@ -171,7 +171,7 @@ class Agreement:
         now = time.monotonic()
         if now - self._looked > _STORE_INTERVAL:
             self._looked = now
-            cause = self._alarm.cause()
+            cause = self._failure_store.cause()
             if cause is not None:
                 raise cause
 
@@ -181,17 +181,17 @@ class Agreement:
         if not isinstance(error, (_GlooFailed, CollectiveAborted)):
             return error
         # Somebody here has ended our wait, or gloo has: the one that knows why says so in the store.
-        known = self._alarm.cause(_FOR_THE_CAUSE)
+        known = self._failure_store.cause(_FOR_THE_CAUSE)
         if known is not None:
             return known
         if isinstance(error, _GlooFailed):
             return self._explain(error)
-        return failures.cut_off(self.names, self.nodes.rank) if self._alarm.is_silent else error
+        return failures.cut_off(self.names, self.nodes.rank) if self._failure_store.is_silent else error
 
     def _explain(self, error: _GlooFailed) -> PeerLost:
         """From an error of gloo to one that names the rank, as well as can be known."""
         suspects = self._links.ended() if self._links is not None else []
-        suspects = suspects or list(self.nodes.rail_peers if self.nodes.has_rail else ())
+        suspects = suspects or list(self.nodes.rail_peers if self.nodes.has_gloo_group else ())
         if len(suspects) == 1:
             return failures.unreachable(self.names, suspects[0], str(error))
         who = self.names.those(suspects, " or ")
@@ -199,7 +199,7 @@ class Agreement:
 
     def _break(self, error: Exception) -> Exception:
         """Fails the group on all ranks. Returns the cause, which is another error if that was first."""
-        cause = self._alarm.raise_with(error)
+        cause = self._failure_store.raise_with(error)
         self._broken = cause
         self._segment.abort()
         if self._links is not None:
@@ -208,20 +208,20 @@ class Agreement:
 
     def abort(self) -> None:
         """From any thread: whoever waits notices."""
-        self._alarm.raise_with(failures.aborted(self.names, self.nodes.rank))
+        self._failure_store.raise_with(failures.aborted(self.names, self.nodes.rank))
         self._segment.abort()
 
     # ---- leaving
 
     def close(self) -> None:
         if self._segment.has_failed and self._broken is None:
-            self._break(self._alarm.cause() or self._segment.failure())
+            self._break(self._failure_store.cause() or self._segment.failure())
         if self._links is not None:
             self._links.close()
         if self._broken is not None:
-            for gloo in (self._gloo, self.rail.gloo if self.rail is not None else None):
+            for gloo in (self._gloo, self.gloo_group.gloo if self.gloo_group is not None else None):
                 abandon(gloo)
-        self.rail = None
+        self.gloo_group = None
         self._segment.close()
 
     def forked(self) -> None:

@@ -49,12 +49,12 @@ class AcrossNodes:
         """``gloo`` is a group of all ranks."""
         self._nodes, self._names, self._gloo = nodes, names, gloo
         self._rank, self._size = nodes.rank, len(claims)
-        self._passage = passage = Agreement(store, nodes, claims, timeout, names, address, gloo)
-        self._local, self._large = passage.local, Pipeline(passage)
+        self._agreement = agreement = Agreement(store, nodes, claims, timeout, names, address, gloo)
+        self._local, self._large = agreement.local, Pipeline(agreement)
         self.prepared: dict[Any, library.Call] = {}
         """Always empty: beside the network the making of a call is nothing."""
-        self.set_timeout, self.within = passage.set_timeout, passage.within
-        self.abort, self.close, self.forked = passage.abort, passage.close, passage.forked
+        self.set_timeout, self.within = agreement.set_timeout, agreement.within
+        self.abort, self.close, self.forked = agreement.abort, agreement.close, agreement.forked
 
     def repeat(self, call: library.Call, tensor: Tensor) -> None:
         raise AssertionError("nothing is prepared")
@@ -65,7 +65,7 @@ class AcrossNodes:
         staging = Staging()
         block = flat(staging.update(tensor))
         signature, reduction = self._reduction(library.ALL_REDUCE, block, op)
-        with self._passage.collective(signature):
+        with self._agreement.collective(signature):
             self._reduce_everywhere(signature, real(block), reduction)
         staging.finish()
 
@@ -74,7 +74,7 @@ class AcrossNodes:
         # Only the root's tensor changes.
         block = flat(staging.update(tensor)) if self._rank == root else flat(tensor).clone()
         signature, reduction = self._reduction(library.REDUCE, block, op, root)
-        with self._passage.collective(signature):
+        with self._agreement.collective(signature):
             self._reduce_everywhere(signature, real(block), reduction)
         staging.finish()
 
@@ -84,7 +84,7 @@ class AcrossNodes:
         target = flat(staging.write(output))
         whole = torch.cat([flat(tensor) for tensor in ([inputs] if isinstance(inputs, Tensor) else inputs)])
         signature, reduction = self._reduction(library.REDUCE_SCATTER, whole[: output.numel()], op)
-        with self._passage.collective(signature):
+        with self._agreement.collective(signature):
             self._reduce_everywhere(signature, real(whole), reduction)
         target.copy_(whole.view(self._size, output.numel())[self._rank])
         staging.finish()
@@ -102,12 +102,12 @@ class AcrossNodes:
             block.copy_(wide)
             return
         if size_of(block) > self._nodes.small_bytes:
-            self._passage.agree_all(signature)
+            self._agreement.agree_all(signature)
             self._large.reduce(block, reduction)
             return
         self._local.reduce(block, reduction.within, 0)
         if self._nodes.is_leader:
-            brought = self._passage.agree(signature, memory(block))
+            brought = self._agreement.agree(signature, memory(block))
             if block.numel():
                 block.copy_(reduction_plan.combine([read(data, block.dtype) for data in brought], reduction.between))
                 reduction_plan.divide(block, reduction.divisor)
@@ -119,13 +119,13 @@ class AcrossNodes:
         staging = Staging()
         block = flat(staging.read(tensor) if self._rank == root else staging.write(tensor))
         signature = Signature(op=library.BROADCAST, dtype=code_of(block)[0], root=root, count=block.numel())
-        with self._passage.collective(signature):
+        with self._agreement.collective(signature):
             self._broadcast(signature, block, self._nodes.node_of(root), self._nodes.place_of(root))
         staging.finish()
 
     def _broadcast(self, signature: Signature, block: Tensor, origin: int, place: int) -> None:
         if size_of(block) > self._nodes.small_bytes:
-            self._passage.agree_all(signature)
+            self._agreement.agree_all(signature)
             blocks = [block if node == origin else None for node in range(self._nodes.count)]
             self._large.spread(blocks, lambda piece: self._local.broadcast(piece, place))
             return
@@ -133,14 +133,14 @@ class AcrossNodes:
         if is_here:
             self._local.broadcast(block, place)
         if self._nodes.is_leader:
-            brought = self._passage.agree(signature, memory(block) if is_here else b"")
+            brought = self._agreement.agree(signature, memory(block) if is_here else b"")
             write(block, brought[origin])
         self._local.broadcast(block, 0)  # on the root's node, too: it is the word that all agree
 
     def barrier(self) -> None:
         signature = Signature(op=library.BARRIER, root=-1)
-        with self._passage.collective(signature):
-            self._passage.agree_all(signature)
+        with self._agreement.collective(signature):
+            self._agreement.agree_all(signature)
 
     # ---- a block for each rank
 
@@ -152,7 +152,7 @@ class AcrossNodes:
         in_place = len(targets) == 1 and self._nodes.order == tuple(range(self._size))
         whole = as_bytes(targets[0]) if in_place else torch.empty(size_of(block) * self._size, dtype=torch.uint8)
         signature = Signature(op=library.ALL_GATHER, dtype=code_of(block)[0], root=-1, count=block.numel())
-        with self._passage.collective(signature):
+        with self._agreement.collective(signature):
             rows = self._collect(signature, as_bytes(block), whole)
         if not in_place:
             blocks = targets[0].chunk(self._size) if isinstance(outputs, Tensor) else targets
@@ -166,11 +166,11 @@ class AcrossNodes:
         regions = [whole[self._nodes.region(node, count)] for node in range(self._nodes.count)]
         self._local.all_gather(regions[self._nodes.here], mine)
         if whole.numel() > self._nodes.small_bytes:
-            self._passage.agree_all(signature)
+            self._agreement.agree_all(signature)
             self._large.spread(regions)
             return whole.view(self._size, count)
         if self._nodes.is_leader:
-            brought = self._passage.agree(signature, memory(regions[self._nodes.here]))
+            brought = self._agreement.agree(signature, memory(regions[self._nodes.here]))
             for region, data in zip(regions, brought, strict=True):
                 write(region, data)
         self._local.broadcast(whole, 0)
@@ -187,8 +187,8 @@ class AcrossNodes:
         options = c10d.GatherOptions()
         options.rootRank, options.timeout = root, NEVER
         signature = Signature(op=library.GATHER, dtype=code_of(block)[0], root=root, count=block.numel())
-        with self._passage.collective(signature):
-            self._passage.agree_all(signature)
+        with self._agreement.collective(signature):
+            self._agreement.agree_all(signature)
             for part in _parts(size_of(block)):
                 into = [[target[part] for target in blocks] for blocks in targets]
                 self._wait(self._gloo.gather(into, [as_bytes(block)[part]], options))
@@ -203,8 +203,8 @@ class AcrossNodes:
         options = c10d.ScatterOptions()
         options.rootRank, options.timeout = root, NEVER
         signature = Signature(op=library.SCATTER, dtype=code_of(block)[0], root=root, count=block.numel())
-        with self._passage.collective(signature):
-            self._passage.agree_all(signature)
+        with self._agreement.collective(signature):
+            self._agreement.agree_all(signature)
             for part in _parts(size_of(block)):
                 of = [[source[part] for source in blocks] for blocks in sources]
                 self._wait(self._gloo.scatter([as_bytes(block)[part]], of, options))
@@ -219,7 +219,7 @@ class AcrossNodes:
         sends, receives = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
         options = c10d.AllToAllOptions()
         options.timeout = NEVER
-        with self._passage.collective(signature):
+        with self._agreement.collective(signature):
             largest = self._compare_splits(signature, sends, receives)
             for part in _parts(largest * outputs[0].itemsize):
                 into, of = ([tensor[part] for tensor in tensors] for tensors in (targets, sources))
@@ -251,7 +251,7 @@ class AcrossNodes:
         return max(map(max, tables.values()))
 
     def _wait(self, work: Any) -> None:
-        self._passage.wait(work, [rank for rank in range(self._size) if rank != self._rank])
+        self._agreement.wait(work, [rank for rank in range(self._size) if rank != self._rank])
 
 
 def _parts(size: int) -> list[slice]:

@@ -97,9 +97,9 @@ class GlooGroup:
 
     def __init__(self, store: Any, nodes: Topology, timeout: timedelta, address: str, names: Names) -> None:
         self._nodes = nodes
-        rail = dist.PrefixStore(f"rail/{nodes.local}", store)
+        gloo_group = dist.PrefixStore(f"rail/{nodes.local}", store)
         try:
-            self.gloo = new_group(rail, nodes.here, nodes.count, timeout, address)
+            self.gloo = new_group(gloo_group, nodes.here, nodes.count, timeout, address)
         except RuntimeError as error:
             raise JoinError(
                 f"gloo cannot connect {names.those([nodes.rank, *nodes.rail_peers])}: {first_line(error)}"

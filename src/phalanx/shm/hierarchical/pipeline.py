@@ -43,8 +43,8 @@ class _Job:
 class Pipeline:
     """The way over the rails. All ranks of all nodes have agreed before."""
 
-    def __init__(self, passage: Agreement) -> None:
-        self._passage, self._nodes, self._local = passage, passage.nodes, passage.local
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement, self._nodes, self._local = agreement, agreement.nodes, agreement.local
 
     def reduce(self, block: Tensor, reduction: Reduction) -> None:
         """To all ranks, in place."""
@@ -52,8 +52,8 @@ class Pipeline:
         def add_up(piece: Tensor) -> None:
             self._add_up(piece, reduction)
 
-        def send(rail: GlooGroup, part: Tensor) -> Sent:
-            return rail.all_reduce(part, reduction)
+        def send(gloo_group: GlooGroup, part: Tensor) -> Sent:
+            return gloo_group.all_reduce(part, reduction)
 
         self._run(_Job(piece, add_up, send, self._share) for piece in self._pieces(block))
 
@@ -67,14 +67,14 @@ class Pipeline:
     def _spread_one(self, origin: int, block: Tensor, before: _InMemory) -> Iterator[_Job]:
         is_here = origin == self._nodes.here
 
-        def send(rail: GlooGroup, part: Tensor) -> Sent:
-            return rail.broadcast(part, origin)
+        def send(gloo_group: GlooGroup, part: Tensor) -> Sent:
+            return gloo_group.broadcast(part, origin)
 
         for piece in self._pieces(as_bytes(block)):
             yield _Job(piece, before if is_here else _nothing, send, _nothing if is_here else self._share)
 
     def _pieces(self, block: Tensor) -> Iterator[Tensor]:
-        return (block[where] for where in pieces(block.numel(), block.itemsize, self._nodes.rails))
+        return (block[where] for where in pieces(block.numel(), block.itemsize, self._nodes.gloo_groups))
 
     def _run(self, jobs: Iterable[_Job]) -> None:
         under_way: deque[tuple[_Job, Sent | None]] = deque()
@@ -87,25 +87,25 @@ class Pipeline:
             self._finish(*under_way.popleft())
 
     def _send(self, job: _Job) -> Sent | None:
-        rail = self._passage.rail
-        if rail is None:
+        gloo_group = self._agreement.gloo_group
+        if gloo_group is None:
             return None
         part = self._parts(job.piece)[self._nodes.local]
-        return job.send(rail, part) if part.numel() else None
+        return job.send(gloo_group, part) if part.numel() else None
 
     def _finish(self, job: _Job, sent: Sent | None) -> None:
         if sent is not None:
-            self._passage.wait(sent.work, self._nodes.rail_peers)
+            self._agreement.wait(sent.work, self._nodes.rail_peers)
             sent.then()
         job.after(job.piece)
 
     # ---- in the memory of the node
 
     def _parts(self, piece: Tensor) -> list[Tensor]:
-        return [piece[where] for where in cut(piece.numel(), self._nodes.rails)]
+        return [piece[where] for where in cut(piece.numel(), self._nodes.gloo_groups)]
 
     def _is_even(self, piece: Tensor) -> bool:
-        return self._nodes.is_even_here and piece.numel() % self._nodes.rails == 0
+        return self._nodes.is_even_here and piece.numel() % self._nodes.gloo_groups == 0
 
     def _add_up(self, piece: Tensor, reduction: Reduction) -> None:
         """Over the ranks of this node: each part is whole on the rank whose rail it takes."""

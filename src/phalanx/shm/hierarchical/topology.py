@@ -43,13 +43,13 @@ class Topology:
         return self.members[self.here]
 
     @functools.cached_property
-    def rails(self) -> int:
+    def gloo_groups(self) -> int:
         """How many ranks of each node talk to other nodes: as many as the smallest node has."""
         return min(len(ranks) for ranks in self.members)
 
     @property
-    def has_rail(self) -> bool:
-        return self.local < self.rails
+    def has_gloo_group(self) -> bool:
+        return self.local < self.gloo_groups
 
     @property
     def is_leader(self) -> bool:
@@ -59,7 +59,7 @@ class Topology:
     @functools.cached_property
     def is_even_here(self) -> bool:
         """Whether every rank of the own node has a rail."""
-        return len(self.mates) == self.rails
+        return len(self.mates) == self.gloo_groups
 
     @property
     def rail_peers(self) -> tuple[int, ...]:
@@ -108,14 +108,14 @@ def cut(count: int, parts: int) -> list[slice]:
     return [slice(i * each, (i + 1) * each if i < parts - 1 else count) for i in range(parts)]
 
 
-def pieces(count: int, width: int, rails: int) -> list[slice]:
+def pieces(count: int, width: int, gloo_groups: int) -> list[slice]:
     """A block of ``count`` elements of ``width`` bytes in pieces that can be cut into equal parts, but for the last.
 
     The first one is smaller, so that the network has something to do sooner.
     """
-    step = rails * _LINE_ELEMENTS
+    step = gloo_groups * _LINE_ELEMENTS
     most = max(step, _PIECE_BYTES // width // step * step)
     first = max(step, most // 4 // step * step)
-    even = count // rails * rails
+    even = count // gloo_groups * gloo_groups
     edges = [0, *range(first, even, most), even, count]
     return [slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop]

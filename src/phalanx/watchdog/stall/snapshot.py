@@ -42,7 +42,7 @@ class SnapshotCollector:
         self.records: list[RankRecord] | None = None
         self.trouble: str | None = None
         """Why they are not complete."""
-        self._thread = threading.Thread(target=self._collect, name="inquiry", daemon=True)
+        self._thread = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._thread.start()
 
     @property

@@ -69,8 +69,8 @@ class StallDetector:
         agent's loop turn."""
         self._terms, self._directory, self._place = terms, directory, place
         self._exchange, self._wake = exchange, wake
-        self._vigil = ProgressMonitor(directory, terms.stall_after)
-        self._inquiry: SnapshotCollector | None = None
+        self._progress_monitor = ProgressMonitor(directory, terms.stall_after)
+        self._collector: SnapshotCollector | None = None
         self._is_inquiring = False
         self._begun = _Collected((), 0.0, 0.0)
         """What is being collected."""
@@ -86,7 +86,7 @@ class StallDetector:
     def look(self, members: Mapping[int, WatchedRank]) -> None:
         """Cheap, and most of the time nothing at all."""
         now = time.monotonic()
-        if self._terms.stall_after and self._vigil.is_due(now):
+        if self._terms.stall_after and self._progress_monitor.is_due(now):
             self._look(members, now)
 
     def announced(self) -> Iterator[StallVerdict]:
@@ -95,20 +95,20 @@ class StallDetector:
             yield self._exchange.announced.popleft()
 
     def close(self) -> None:
-        if self._inquiry is not None:
-            self._inquiry.join()
+        if self._collector is not None:
+            self._collector.join()
 
     def _look(self, members: Mapping[int, WatchedRank], now: float) -> None:
-        if self._vigil.look(members, now):
+        if self._progress_monitor.look(members, now):
             self._is_inquiring, self._collected = False, None  # what it finds is of no interest any more
-        quiet = self._vigil.quiet(now)
+        quiet = self._progress_monitor.quiet(now)
         if quiet < self._terms.stall_after:
             self._exchange.publish(None)
             self._end_stall()
             return
-        if not self._vigil.is_informed:
+        if not self._progress_monitor.is_informed:
             return
-        subjects = self._vigil.subjects(members, now)
+        subjects = self._progress_monitor.subjects(members, now)
         sightings = tuple(observation_of(subject.record) for subject in subjects)
         self._update_records(sightings, quiet, now)
         known = self._collected
@@ -148,16 +148,16 @@ class StallDetector:
         if self._collected is None and not self._is_inquiring and now >= self._not_before:
             self._is_inquiring = True
             self._begun = _Collected((), now, own.quiet)
-            self._inquiry = SnapshotCollector(subjects, self._directory, self._wake)
+            self._collector = SnapshotCollector(subjects, self._directory, self._wake)
 
     def _update_records(self, sightings: Sequence[Observation], quiet: float, now: float) -> None:
         """Takes what the inquiry has found, and drops it when the pages have changed since, or after twice as long."""
-        inquiry = self._inquiry
-        if self._is_inquiring and inquiry is not None and inquiry.is_over:
+        collector = self._collector
+        if self._is_inquiring and collector is not None and collector.is_over:
             self._is_inquiring = False
-            self._trouble = inquiry.trouble
+            self._trouble = collector.trouble
             self._not_before = now + max(1.0, self._terms.stall_after / 2)
-            records = aged_records(tuple(inquiry.records or ()), now - self._begun.at)
+            records = aged_records(tuple(collector.records or ()), now - self._begun.at)
             self._collected = replace_fields(self._begun, records=records, at=now)
         known = self._collected
         if known is not None:

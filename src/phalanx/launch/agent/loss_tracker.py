@@ -16,8 +16,8 @@ from phalanx.launch.process.zygote_client import ZygoteClient
 class LossTracker:
     """Those of the running attempt; failures that repeat are counted over all attempts."""
 
-    def __init__(self, nursery: ZygoteClient, say: Callable[[list[str]], None]) -> None:
-        self._nursery, self._say = nursery, say
+    def __init__(self, zygote: ZygoteClient, say: Callable[[list[str]], None]) -> None:
+        self._zygote, self._say = zygote, say
         self._repetition = CrashLoop()
         self.lines: list[str] = []
         """How the zygote or the keeper was lost; empty when neither was."""
@@ -25,34 +25,34 @@ class LossTracker:
     def lose(self, lost: HelperLost, last_words: Iterable[str]) -> None:
         """The zygote or the keeper is gone, or does not answer: all that it has started is ended without it."""
         self.lines = [str(lost), *(f"  {line}" for line in last_words)]
-        self._nursery.abort()
+        self._zygote.abort()
 
     def take_keeper(self) -> None:
         """The ranks have ended; if the keeper had before them, that was the reason."""
-        self.lines = [self._nursery.keeper_lost] if self._nursery.keeper_lost else []
+        self.lines = [self._zygote.keeper_lost] if self._zygote.keeper_lost else []
 
     @property
     def has_to_stop(self) -> bool:
         """The ranks have no store any more."""
-        return self._nursery.keeper_lost is not None
+        return self._zygote.keeper_lost is not None
 
     @property
     def are_final(self) -> bool:
         """Something of this run still holds its memory, ports and devices, so there can be no other attempt."""
-        return bool(self._nursery.left)
+        return bool(self._zygote.left)
 
     @property
     def may_hold_pipes(self) -> bool:
         """A process that was not found, or not ended, may keep the output of its rank open."""
-        return bool(self._nursery.left or (self.lines and self._nursery.has_ended))
+        return bool(self._zygote.left or (self.lines and self._zygote.has_ended))
 
     def check(self, *, at_once: bool) -> None:
-        for sentence in self._nursery.check_helpers(at_once=at_once):
+        for sentence in self._zygote.check_helpers(at_once=at_once):
             self._say([sentence])
 
     def name_left(self, members: Iterable[RankProcess]) -> None:
         ranks = {member.pid: member.rank for member in members if member.pid is not None}
-        for sentence in describe_left(self._nursery.left, ranks):
+        for sentence in describe_left(self._zygote.left, ranks):
             self._say([sentence])
 
     def is_crash_loop(self, verdict: Verdict | None, endings: Sequence[Ending], attempts_left: int) -> bool:

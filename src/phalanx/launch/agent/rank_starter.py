@@ -26,7 +26,7 @@ class RankStarter:
     interface: str | None
     """The network to the other nodes, if there are any."""
     console: Console
-    pumps: PipeSet
+    pipes: PipeSet
     complain: Callable[[str], None]
 
     def start(self, watch: AttemptRun, places: Sequence[Placement], master: tuple[str, int], attempt: int) -> None:
@@ -39,7 +39,7 @@ class RankStarter:
                 with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
                     run_files.remove(path)
             member = new_rank_process(
-                spec, place, self.directory, attempt, self.console, self.pumps.resume, self.complain
+                spec, place, self.directory, attempt, self.console, self.pipes.resume, self.complain
             )
             environment = worker_environment(self.environ, spec, place, master, attempt, run, self.interface)
             cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None
@@ -49,11 +49,11 @@ class RankStarter:
     def _start(self, watch: AttemptRun, member: RankProcess, worker: WorkerSpec) -> None:
         stdin = _standard_input()
         try:
-            watch.start(member, worker, [stdin, *(pump.writer for pump in member.pumps)])
+            watch.start(member, worker, [stdin, *(pipe.writer for pipe in member.pipes)])
         finally:
             os.close(stdin)
-        for pump in member.pumps:
-            self.pumps.add(pump)
+        for pipe in member.pipes:
+            self.pipes.add(pipe)
 
 
 def _standard_input() -> int:
