@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,44 @@ def test_every_variable_stands_in_the_page() -> None:
     assert rows == {row.name: row.meaning for row in env.TABLE}
 
 
-def test_the_tree_is_true() -> None:
+SOURCE = REPOSITORY / "src/phalanx"
+_NAMED = re.compile(r"(?<![\w./])[\w/]+(?:\.(?:py|c|h)\b|/(?!\w))")
+"""A file or a directory, in a line about a directory."""
+
+
+def _tree() -> Iterator[tuple[list[Path], list[Path]]]:
+    """Of every line of the tree in docs/architecture.md: what it is about, and what it names of that."""
     page = (REPOSITORY / "docs/architecture.md").read_text()
-    tree = page.partition("```\n")[2].partition("```")[0]
-    for path in (REPOSITORY / "src/phalanx/launch").glob("[a-z]*.py"):
-        assert path.name in tree, f"launch/{path.name} is missing from docs/architecture.md"
-    for path in (REPOSITORY / "src/phalanx").iterdir():
-        if path.suffix == ".py" or (path / "__init__.py").exists():
-            assert path.name in tree, f"{path.name} is missing from docs/architecture.md"
-    for name in re.findall(r"^\s+([a-z_]+\.py)", tree, re.MULTILINE):
-        assert list((REPOSITORY / "src/phalanx").rglob(name)), f"{name} is in docs/architecture.md and nowhere else"
+    above = {0: REPOSITORY}
+    for line in page.partition("## The tree\n")[2].split("```")[1].strip().splitlines():
+        about, _, text = line.strip().partition("  ")
+        if about and not about.startswith("#"):
+            indent = len(line) - len(line.lstrip())
+            found = [above[indent] / name for name in about.split()]
+            above[indent + 2] = found[0]
+            yield found, [found[0] / name for name in _NAMED.findall(text) if found[0].suffix == ""]
+
+
+def test_the_tree_is_true() -> None:
+    """Every package stands in it, and every module directly below phalanx; and nothing that is not there."""
+    lines = list(_tree())
+    about = {path for found, _ in lines for path in found}
+    packages = {path.parent for path in SOURCE.rglob("__init__.py")}
+    assert {path for path in about if SOURCE in (path, *path.parents)} == packages | set(SOURCE.glob("*.py"))
+    assert [path for path in about if not path.exists()] == []
+    named = [path for _, names in lines for path in names]
+    assert [path for path in named if not path.exists()] == []
+    assert len(named) > len(packages), "most lines name modules"
+
+
+def test_paths_in_the_page_on_architecture_exist() -> None:
+    """Paths are those of the repository or below src/phalanx; a bare name is that of one module."""
+    text = "".join((REPOSITORY / "docs/architecture.md").read_text().split("```")[::2])
+    paths = [name for name in re.findall(r"`([^`\s]+)`", text) if "/" in name or Path(name).suffix]
+    assert len(paths) > 40
+    for path in paths:
+        is_module = "/" not in path and len(list(SOURCE.rglob(path))) == 1
+        assert is_module or (REPOSITORY / path).exists() or (SOURCE / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
