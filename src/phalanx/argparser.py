@@ -1,4 +1,4 @@
-"""The hallway: wrong arguments, of commands and of functions, said in one sentence that names them."""
+"""Wrong arguments, of commands and of functions, said in one sentence that names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hallway: which attempt of a run this is, and from which step it goes on. The progress line tells it."""
+"""Which attempt of a run this is, and at which step it resumes. The progress line shows it."""
 
 from __future__ import annotations
 

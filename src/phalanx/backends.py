@@ -1,4 +1,4 @@
-"""JOIN: which backend a process group gets. This is the only module that loads `shm`.
+"""Which backend a process group gets. This is the only module that loads `shm`.
 
 Under ``phalanx run`` a script on CPUs that asks for gloo, or for nothing, gets shm, which is many times as fast
 between the processes of one machine, and between machines sends less. ``--backend as-written`` leaves the script's own

@@ -7,7 +7,7 @@
       rank-N.events.jsonl      what rank N's `px.track` saw: progress once a second, and each epoch; of px.Checkpointer
                                saving and loaded, and from the rank that was done last saved or save failed, each with
                                the step and the seconds; and feature off, for a name that this torch does not have
-      rank-N.status            what rank N is doing now: a page of memory, see phalanx/status.py
+      rank-N.status            what rank N is doing now: a page of memory, see phalanx/status
       rank-N.stacks            where rank N's threads were, each time that somebody asked
       stall-N.txt              the Nth verdict on ranks that stood still, with all that was known of each
       rank-N.log               everything rank N printed, and the traceback it died with

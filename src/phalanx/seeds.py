@@ -1,4 +1,4 @@
-"""The hallway: random numbers that can be drawn again."""
+"""Random numbers that can be drawn again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JOIN: `init` brings this process into the world of all ranks; `World` says where it stands there."""
+"""`init` brings this process into the world of all ranks; `World` says where it stands there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data room on real ranks: their places come from the process group, and their DataLoaders have workers."""
+"""`px.ShardSampler` and `px.shard` on real ranks, found by the process group, whose DataLoaders have workers."""
 
 from __future__ import annotations
 

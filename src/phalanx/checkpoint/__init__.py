@@ -1,1 +1,1 @@
-"""KEEP: checkpoints that are whole or not there, written beside training, for any number of ranks."""
+"""Checkpoints that are whole or not there, written beside training, for any number of ranks."""

@@ -1,4 +1,4 @@
-"""WHERE: which launcher started this process, and what it says about the process's place.
+"""Which launcher started this process, and what it says about its rank and its node.
 
 One file a kind. The contract: ``detect(environ)`` gives a Situation when the launcher's variables are there, and
 None when they are not; variables that are there but wrong are a UsageError that names them.

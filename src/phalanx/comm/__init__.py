@@ -1,1 +1,1 @@
-"""MOVE: who goes first, who speaks, and helpers over torch.distributed."""
+"""Order among the ranks (barrier, rank_zero_first, main_only, print), and the time spent in collectives."""

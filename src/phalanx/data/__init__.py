@@ -1,4 +1,4 @@
-"""SHARD: which rank sees which sample, and in which order.
+"""Which rank sees which sample, and in which order.
 
 `ShardSampler` is for datasets with a length, `shard` for iterables. Both give every sample to one rank.
 """

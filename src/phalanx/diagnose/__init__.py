@@ -1,1 +1,1 @@
-"""EXPLAIN: what happened, read from what the ranks left behind."""
+"""The commands that explain a run from its directory, and a machine: report, inspect and doctor."""

@@ -1,4 +1,4 @@
-"""WRAP: one model on several processes or devices, by one call.
+"""One model on several processes or devices, by one call.
 
 wrap.py        data_parallel: what was asked for, checked, and handed to one of the others
 ddp.py         "ddp": torch's DistributedDataParallel, with its errors in names and gradients compressed by name

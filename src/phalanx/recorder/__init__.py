@@ -1,7 +1,7 @@
-"""RECORD: what each rank is doing, written into its status page without a change of the script.
+"""What each rank is doing, written into its status page without a change of the script.
 
-`phases` follows the loop by torch's own hooks; `flight` reads torch's flight recorder, which sees what gloo and nccl
-do, and `messages` what it does not see; `stores` notes where a rank connects to; `waits` tells waiting from own work.
+`phases` follows the loop by torch's own hooks; `flight_reader` reads torch's flight recorder, which sees what gloo and
+nccl do, and `p2p` what it does not see; `stores` notes where a rank connects to; `waits` tells waiting from own work.
 `ddp_teardown` prevents a deadlock. The collectives of shm are noted by shm itself.
 """
 

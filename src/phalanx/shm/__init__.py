@@ -1,4 +1,4 @@
-"""MOVE: the backend `shm`, collectives of one machine at memory speed. Importing it registers it with torch."""
+"""The backend `shm`: collectives of one machine at memory speed. Importing it registers it with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hallway: a page of memory in which each rank says what it is doing, readable from outside, even after its death.
+"""A page of memory in which each rank writes what it is doing. It can be read from outside, even after its death.
 
 ``rank-N.status`` in the run directory, mapped by the rank. `layout` says what stands where, `page` writes, `reading`
 reads; `windows` does both, for the pace of the last steps. `own` is the page of this process, if ``phalanx run``

@@ -1,4 +1,4 @@
-"""The hallway: a notice for the person before the console. A rank reports it to the agent, which prints it once."""
+"""A notice for the person before the console. A rank reports it to the agent, which prints it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JOIN: a vote of all ranks of a run, on what every one of them must be able to do. One against is enough.
+"""A vote of all ranks of a run, on what every one of them must be able to do. One against is enough.
 
 A node that decides for itself would wait for ever for those that decided otherwise.
 """

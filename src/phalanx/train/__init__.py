@@ -1,1 +1,1 @@
-"""STEP: what stands around a training step: progress, logging, accumulation, precision, metrics."""
+"""The parts of a training loop around a step: progress, logging, accumulation, precision, metrics."""
