@@ -18,7 +18,7 @@ demo-fault: $(VENV)/ready-demo
 	PYTHON=$(BIN)/python examples/survive.sh
 
 test: aarch64 check mpirun sshd
-	$(BIN)/python -m pytest -m "not alone" -n 4 --dist worksteal
+	$(BIN)/python -m pytest -m "not alone" -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m alone
 
 check: $(VENV)/ready-dev

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phalanx.events import read_events
 from tests.conftest import marked_processes, start
 
 SCRIPT = """
@@ -87,7 +88,7 @@ class Storm:
     @property
     def restarts(self) -> int:
         path = self.directory / "runs/latest/agent.events.jsonl"
-        return path.read_text().count('"event": "restarting"') if path.exists() else 0
+        return sum(event["event"] == "restarting" for event in read_events(path)) if path.exists() else 0
 
     def await_until(self, what: str, is_there: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 90.0

@@ -77,11 +77,12 @@ with px.init() as world:
 
 CUT = """
 import json, os, socket, time, torch, torch.distributed as dist, phalanx as px
-from phalanx.shm import alarm, links
+from phalanx.shm.hierarchical import failure_store, leader_links
 
 # As it is, but two seconds instead of fifteen, and half a second instead of three.
-alarm._PATIENCE = 0.5
-links._ALIVE = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 1, socket.TCP_USER_TIMEOUT: 2000}
+failure_store._PATIENCE = 0.5
+ones = dict.fromkeys([socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT], 1)
+leader_links._ALIVE = {**ones, socket.TCP_USER_TIMEOUT: 2000}
 torch.set_num_threads(1)
 world = px.init("shm")
 assert (world.nodes, world.launcher) == (2, "torchrun")

@@ -150,7 +150,7 @@ print(*sorted(os.listdir("/sys/class/net")), *os.listdir("/dev/shm"), os.readlin
 
 def test_ranks_can_tell_the_nodes_apart() -> None:
     with virtual_nodes(2) as nodes:
-        code = [sys.executable, "-c", "from phalanx import join; print(join._machine())"]
+        code = [sys.executable, "-c", "from phalanx.store import join; print(join._machine())"]
         assert len({node.run(code, check=True, cwd=REPOSITORY).stdout for node in nodes}) == 2
 
 

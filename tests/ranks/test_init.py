@@ -286,9 +286,7 @@ def test_meeting_is_checked_even_with_a_store_that_lies(run_ranks: RunRanks) -> 
         store = dist.HashStore()
         prefix = dist.PrefixStore("phalanx/world-0/join", store)
         prefix.add("taken/0", 1)
-        prefix.set(
-            "claim/0", '{"rank": 0, "world_size": 1, "host": "elsewhere", "pid": 1, "born": 0.0, "machine": "x"}'
-        )
+        prefix.set("claim/0", '{"rank": 0, "world_size": 1, "host": "elsewhere", "pid": 1, "born": 0, "machine": "x"}')
         try:
             meet(store, 0, 1, 5.0, hosted_here=False)
         except JoinError as error:
