@@ -95,7 +95,7 @@ def test_main_only_and_print(run_ranks) -> None:
         assert save.__doc__ == "Saves."
         heard = io.StringIO()
         with contextlib.redirect_stdout(heard):
-            px.print("one", "agent_lines", sep="-")
+            px.print("one", "voice", sep="-")
         return save("x"), heard.getvalue()
 
     assert run_ranks(speak, 2) == [("saved x", "one-voice\n"), (None, "")]
