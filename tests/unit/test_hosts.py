@@ -191,7 +191,7 @@ def test_slurm_without_its_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 # ---- what travels, and how
 
 
-def test_the_luggage() -> None:
+def test_the_forwarded_variables() -> None:
     goes = ("PATH", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_HOME", "PHALANX_BACKEND")
     stays = ("HOME", "SSH_AUTH_SOCK", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PHALANX_RUN_TOKEN")
     environ: dict[str, str] = dict.fromkeys((*goes, *stays, "MY_TOKEN"), "x")

@@ -16,7 +16,7 @@ from phalanx.errors import CheckpointError, UsageError
 
 
 class CheckpointSelector:
-    """Loads from a shelf, on all ranks alike."""
+    """Loads a checkpoint from a catalog, on all ranks alike."""
 
     def __init__(self, catalog: Catalog, coordinator: Coordinator, note: Callable[..., None], trust: bool) -> None:
         self._catalog, self._coordinator, self._note, self._trust = catalog, coordinator, note, trust

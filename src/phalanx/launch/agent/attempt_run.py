@@ -162,7 +162,7 @@ class AttemptRun:
             self._handle(event)
 
     def detach(self) -> None:
-        """Listens to the nursery no more."""
+        """Stops listening to the zygote."""
         if self._is_listening:
             self._is_listening = False
             self._selector.unregister(self._zygote)
@@ -177,7 +177,7 @@ class AttemptRun:
                 self._has_exited(member, Exited(member.rank, member.pid or 0, None, signal.SIGKILL))
 
     def abandon(self) -> None:
-        """Ends the attempt without waiting for anybody; the nursery stays usable for the next, unless it is lost."""
+        """Ends the attempt without waiting for anybody; the zygote stays usable for the next, unless it is lost."""
         try:
             if not self.all_exited:
                 self.stop(signal.SIGKILL, at_once=True)

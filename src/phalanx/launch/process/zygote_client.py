@@ -109,7 +109,7 @@ class ZygoteClient:
             self._send(self._setup)
 
     def _send_with_keeper(self, message: Setup | StartKeeper) -> None:
-        """With what a new keeper needs: its channel and the socket, if this nursery has one."""
+        """With what a new keeper needs: its channel and the socket, if this zygote has one."""
         if self._listener is None and not self._setup.with_nodes:
             self._send(message)
             return
@@ -134,7 +134,7 @@ class ZygoteClient:
 
     @property
     def keeper(self) -> Channel:
-        assert self._keeper is not None, "this nursery was made with a keeper"
+        assert self._keeper is not None, "this zygote was started with a keeper"
         return self._keeper
 
     def fileno(self) -> int:

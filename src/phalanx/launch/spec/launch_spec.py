@@ -61,7 +61,7 @@ class HostList(Record, frozen=True):
     """``ssh`` or ``srun``."""
     ssh: tuple[str, ...] = ("ssh",)
     export: tuple[str, ...] = ()
-    """Variables that travel, beside those of luggage.py."""
+    """Variables that are forwarded, beside those of forwarded_env.py."""
 
 
 class LaunchSpec(Record, frozen=True):
