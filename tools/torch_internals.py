@@ -12,6 +12,7 @@ one file per area of torch; the features hand it what they put in the place of a
 turns off what is named in the last column, and nothing else: the rank's `rank-N.events.jsonl` then has one line
 `{EVENT}` with the name, and the run continues. `make test-torch VERSION=…` has run the smoke tests with torch
 {", ".join(SHOWN)}.
+In versions other than that of constraints.txt the names were looked up in the published files, not run.
 
 This page is made by `python tools/torch_internals.py > docs/torch-internals.md`; a test compares the two.
 """

@@ -1,4 +1,4 @@
-"""How the package is put together: which package may import which, how large a directory is, what the agent imports."""
+"""How the package is put together: which package may import which, which import torch, how large a directory is."""
 
 from __future__ import annotations
 

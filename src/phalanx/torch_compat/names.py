@@ -38,7 +38,7 @@ class Name:
     purpose: str
     lost: str
     since: tuple[int, int] | None = OLDEST
-    """The oldest version of torch in which `make test-torch` has seen it. Before it, its absence is no event.
+    """The oldest version of torch in which it has been seen. Before it, its absence is no event.
 
     None: only a torch for GPUs has it, and none was at hand.
     """
