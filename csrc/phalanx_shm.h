@@ -147,7 +147,7 @@ typedef struct {
 
 enum phx_result {
     PHX_OK,
-    PHX_INTERRUPTED, /* a signal came; deal with it, then call phx_resume, or phx_abort */
+    PHX_INTERRUPTED, /* a signal came, or may have come; deal with it, then call phx_resume, or phx_abort */
     PHX_FAILED,      /* phx_get_failure says why */
     /* All others: refused. Nothing was entered or written. */
     PHX_NO_DATA,       /* a pointer of the call is NULL where there are elements */

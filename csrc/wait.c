@@ -132,20 +132,22 @@ static bool has_come(phx_group *g, int rank, counter_offset counter, uint64_t va
     return atomic_load_explicit(counter_of(g, rank, counter), memory_order_acquire) >= value;
 }
 
-/* Sleeps until the bell rings, for a tick at most. Returns whether a signal came. */
+/* Sleeps until the bell rings, for a tick at most. Returns false when a signal or the tick ended the sleep: the caller
+ * then returns to Python, which runs signal handlers. The tick does so too, because a signal that comes between two
+ * sleeps, or at the very end of one, causes no EINTR. */
 static bool sleep_for(phx_group *g, int rank, counter_offset counter, uint64_t value)
 {
     phx_seat *seat = &g->seats[rank];
-    bool signalled = false;
+    bool rang = true;
     struct timespec tick = {.tv_nsec = TICK_MS * 1000000L};
     uint32_t bell = atomic_load_explicit(&seat->bell, memory_order_seq_cst);
     /* seq_cst: counted before the counter is read again, as raise_counter does it the other way round. */
     atomic_fetch_add_explicit(&seat->sleepers, 1, memory_order_seq_cst);
     bool come = atomic_load_explicit(counter_of(g, rank, counter), memory_order_seq_cst) >= value;
     if (!come && atomic_load_explicit(&g->header->failed, memory_order_seq_cst) <= PHX_BEING_WRITTEN)
-        signalled = syscall(SYS_futex, &seat->bell, FUTEX_WAIT, bell, &tick, NULL, 0) == -1 && errno == EINTR;
+        rang = syscall(SYS_futex, &seat->bell, FUTEX_WAIT, bell, &tick, NULL, 0) == 0 || errno == EAGAIN;
     atomic_fetch_sub_explicit(&seat->sleepers, 1, memory_order_seq_cst);
-    return signalled;
+    return rang;
 }
 
 static int wait_patiently(phx_group *g, int rank, counter_offset counter, uint64_t value)
@@ -163,14 +165,14 @@ static int wait_patiently(phx_group *g, int rank, counter_offset counter, uint64
     }
     g->times_away = 0;
     for (;;) {
-        bool signalled = sleep_for(g, rank, counter, value);
+        bool rang = sleep_for(g, rank, counter, value);
         if (has_come(g, rank, counter, value))
             return PHX_OK;
         if (group_has_failed(g) || look_after(g, rank, counter, value))
             return PHX_FAILED;
         if (now_ns() >= g->now.deadline)
             return time_is_up(g, counter, value);
-        if (signalled)
+        if (!rang)
             return PHX_INTERRUPTED;
     }
 }

@@ -187,7 +187,21 @@ def run_while_one_is_interrupted(_: int) -> list[tuple[str, str]]:
     return [*seen, ("FAILED", named(lib.phx_run(group, ctypes.addressof(barrier))))]
 
 
-@pytest.mark.parametrize("check", [open_badly, run_badly, run_while_one_is_interrupted])
+def run_while_a_signal_comes_before_the_sleep(_: int) -> list[tuple[str, str]]:
+    """A signal while the wait still yields the core ends no sleep, and its handler must run all the same."""
+    memory = Memory(2)
+    group, lib = memory.handle(), memory.lib
+    barrier = library.Call(op=library.BARRIER, root=-1, timeout_ns=library.nanoseconds(20.0), patience=200_000)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
+    seen = [("INTERRUPTED", named(lib.phx_run(group, ctypes.addressof(barrier))))]
+    lib.phx_abort(group)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "check", [open_badly, run_badly, run_while_one_is_interrupted, run_while_a_signal_comes_before_the_sleep]
+)
 def test_bad_values_are_refused_and_nothing_crashes(check: Any, run_ranks: Callable[..., list[Any]]) -> None:
     [seen] = run_ranks(check, 1, join_group=False)
     assert [found for _, found in seen] == [expected for expected, _ in seen], seen
