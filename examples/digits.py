@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together")
-    parser.add_argument("--checkpoints", metavar="DIR", help="go on from the latest one there, and save every 10 steps")
+    parser.add_argument("--checkpoints", metavar="DIR", help="resume from the latest one there; save every 10 steps")
     parser.add_argument(
         "--kill",
         metavar="RANK@STEP",

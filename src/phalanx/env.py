@@ -46,7 +46,7 @@ _WRITTEN_FOR_WORKERS = {
     "PHALANX_RUN_DIR": "the run directory",
     "PHALANX_RUN_TOKEN": "marks every process of a run, so that none can be left over",
     "PHALANX_STORE": "host:port of the run's store",
-    "PHALANX_BACKEND": "auto: shm instead of gloo where all ranks can; as-written: what the script says",
+    "PHALANX_BACKEND": "auto: shm instead of gloo where all ranks can; as-written: what the script asks for",
 }
 
 _READ = {

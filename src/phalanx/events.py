@@ -155,7 +155,7 @@ def new_run_directory(base: Path, run_id: str) -> Path:
             os.close(at)
     except OSError as error:
         raise LaunchError(
-            f"cannot write the run directory {base / run_id}: {error.strerror}. Give another place with --log-dir."
+            f"cannot write the run directory {base / run_id}: {error.strerror}. Give another directory with --log-dir."
         ) from None
     return (base / name).absolute()
 

@@ -186,7 +186,7 @@ def current() -> World:
         s = _settle(s, dist.get_rank(), dist.get_world_size())
         shared = c10d.default_store()
         if shared is None and s.world_size > 1:
-            raise UsageError("this torch does not say which store its process group has; call px.init() first.")
+            raise UsageError("this torch does not expose the store of its process group; call px.init() first.")
         meeting = Meeting(shared, (), hosted_here=False)
         backend = backends.name_of(dist.group.WORLD)
         return World(

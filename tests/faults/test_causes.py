@@ -500,9 +500,7 @@ def test_the_report_of_a_run_that_goes_on_is_stopped_or_loses_its_launcher(
         agent.communicate(timeout=20)
     told = phalanx("report", "killed")
     assert told.code == 0, told.err
-    assert told.lines[2].startswith(
-        "  lost its launcher, which was killed and has left no report.json; it was last heard"
-    )
+    assert told.lines[2].startswith("  lost its launcher, which was killed and has left no report.json; its last event")
     assert " last seen in phase started since " in told.lines[4]
     assert told.lines[5] == "    up"
     fields = json.loads(phalanx("report", "killed", "--json").out)

@@ -119,7 +119,7 @@ def test_nodes_of_different_size_meet_restart_and_fail_together(pair: VirtualNod
     ("flags", "rank", "text"),
     [
         (["--master-addr", "nowhere.invalid"], 1, "the master's name 'nowhere.invalid' cannot be resolved"),
-        (["--master-addr", "node0"], 0, "stands for 127.0.1.1, which other machines cannot reach"),
+        (["--master-addr", "node0"], 0, "resolves to 127.0.1.1, which other machines cannot reach"),
         (["--master-addr", "203.0.113.7"], 0, "no network of this machine leads to 203.0.113.7"),
         (["--master-addr", "127.0.0.1"], 1, "needs --master-addr"),
         (["--interface", "eth9"], 1, "--interface eth9 does not exist or has no address; there are lo, eth0"),

@@ -79,13 +79,13 @@ def test_a_lost_node_is_left_out_and_a_late_one_taken_in(three: VirtualNodes, tm
     second.kill()
     await_line(first, "place 0 1 0 1 0 1")
     late = join(three, 2, tmp_path, flags, UNTIL_TOLD)
-    await_line(late, "the run goes on with 1 node; waiting for its next restart", "stderr")
+    await_line(late, "the run continues with 1 node; waiting for its next restart", "stderr")
     (tmp_path / "at-0/fail").touch()
     await_line(first, "place 0 2 0 1 0 2")
     await_line(late, "place 1 2 0 1 1 2")
 
     later = join(three, 1, tmp_path, flags, UNTIL_TOLD)
-    await_line(later, "the run goes on with 2 nodes; waiting for its next restart", "stderr")
+    await_line(later, "the run continues with 2 nodes; waiting for its next restart", "stderr")
     for number in (0, 2):
         (tmp_path / f"at-{number}/finish").touch()
     (code, _, err), (late_code, _, _), (later_code, _, later_err) = ends([first, late, later])
@@ -116,7 +116,7 @@ def test_without_the_endpoint_nobody_goes_on(tmp_path: Path) -> None:
     ("flags", "text"),
     [
         (["--rdzv-timeout", "2"], "after 2 s 1 of 2 nodes has come"),
-        (["--rdzv-endpoint", "node0:29400"], "'node0' stands for 127.0.1.1"),
+        (["--rdzv-endpoint", "node0:29400"], "'node0' resolves to 127.0.1.1"),
         (["--rdzv-endpoint", ":29400"], "is not HOST or HOST:PORT"),
     ],
     ids=["alone", "loopback", "endpoint"],

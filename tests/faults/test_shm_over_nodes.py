@@ -186,4 +186,4 @@ def test_a_cut_link_is_noticed_on_both_sides(pair: VirtualNodes, tmp_path: Path)
     assert re.match(r"rank 1 \(host node1, pid \d+\) has ended or cannot be reached", found[0][1])
     assert re.match(r"rank 0 \(host node0, pid \d+\) has ended or cannot be reached", found[1][1])
     # Its leader cannot tell it by the store, which is on the other side.
-    assert re.match(r"rank 2 \(host node1, pid \d+\) hears nothing of the other nodes", found[2][1])
+    assert re.match(r"rank 2 \(host node1, pid \d+\) has lost contact with the other nodes", found[2][1])

@@ -174,7 +174,7 @@ VERDICTS = {
         r"rank 1 is missing: it waits for a lock or another thread at train.py:\d+: queue.Queue\(\).get\(\)",
         r"its thread producer has died: OSError: shard 12 is corrupt at train.py:\d+",
     ],
-    "stopped": [WAITS, r"rank 1 is missing: it is stopped by a signal \(SIGSTOP; kill -CONT \d+ lets it go on\).*"],
+    "stopped": [WAITS, r"rank 1 is missing: it is stopped by a signal \(SIGSTOP; kill -CONT \d+ resumes it\).*"],
     "child": [
         WAITS,
         r"rank 1 is missing: it waits for a process that it has started at train.py:\d+: subprocess.run.*",
@@ -211,8 +211,8 @@ VERDICTS = {
     # Of gloo alone: on shm these are errors, at once.
     "branch": [WAITS, r"rank 1 waits in barrier #2, train.py:\d+: dist.barrier\(\)"],
     "sizes": [
-        r"rank 0 called broadcast #2 \(10 float32\), train.py:\d+: dist.broadcast.*, and went on",
-        r"rank 1 called broadcast #2 \(100 float32\), train.py:\d+: dist.broadcast.*, and went on",
+        r"rank 0 called broadcast #2 \(10 float32\), train.py:\d+: dist.broadcast.*, and continued",
+        r"rank 1 called broadcast #2 \(100 float32\), train.py:\d+: dist.broadcast.*, and continued",
         r"rank 0 waits in all_reduce #3 .*",
         rf"rank 1 is missing: it sleeps at train.py:\d+: {SLEEPS}",
     ],
@@ -398,7 +398,7 @@ def test_ranks_that_go_on(runs: dict[str, Run]) -> None:
     assert run.code == 0
     (verdict,) = blocks(run)
     assert verdict[-1].endswith("; waiting on (--on-stall kill ends the run)")
-    assert re.fullmatch(r"phalanx: the ranks go on after \d.\d s", told(run.err)[-1])
+    assert re.fullmatch(r"phalanx: the ranks made progress again after \d.\d s", told(run.err)[-1])
     assert runs["off"].code == 0
     assert "progress" not in runs["off"].err
 

@@ -194,7 +194,7 @@ def test_delays_in_data_and_in_compute(script: Any, phalanx: Runner, tmp_path: P
         assert all((one["step"] > 0) == (kind == "shm") for one in moving["ranks"]), "px.track counts in one of them"
 
         hanging = (directory / "hanging.txt").read_text().splitlines()
-        assert hanging[-1].startswith("no rank has got on within 1 s: ranks 0, 2 wait in "), hanging
+        assert hanging[-1].startswith("no rank has made progress within 1 s: ranks 0, 2 wait in "), hanging
         assert "for rank 1 (in " in hanging[-1]
         assert any(re.match(r"ranks? 0.* waits? since .*, train.py:\d+$", line) for line in hanging), hanging
         stack = hanging[hanging.index("rank 1, innermost first:") + 1 : -1]

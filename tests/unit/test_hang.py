@@ -164,7 +164,7 @@ def test_a_rank_is_stopped_and_its_page_is_old() -> None:
     """Its page may still say that it waits in a collective: it could not write the end of it."""
     lines = with_others(rank(1, call(811), lines=[line("step()")], vitals={"state": "T"}))
     assert lines[0] == (
-        "rank 1 is missing: it is stopped by a signal (SIGSTOP; kill -CONT 101 lets it go on) "
+        "rank 1 is missing: it is stopped by a signal (SIGSTOP; kill -CONT 101 resumes it) "
         "in load at data.py:40: step()"
     )
 
@@ -349,10 +349,10 @@ def test_ranks_have_parted_before() -> None:
     lines = told([waiter(0, of=2), rank(1, parted, call(812), of=2)])
     assert lines[0].endswith(": they have called different collectives")
     assert (
-        "  rank 0 called all_reduce #811 (25,557,032 float32), train.py:48 in step: loss.backward(), and went on"
+        "  rank 0 called all_reduce #811 (25,557,032 float32), train.py:48 in step: loss.backward(), and continued"
         in lines
     )
-    assert "  rank 1 called barrier #811, train.py:61 in evaluate: dist.barrier(), and went on" in lines
+    assert "  rank 1 called barrier #811, train.py:61 in evaluate: dist.barrier(), and continued" in lines
 
 
 def test_a_group_that_is_made_anew_counts_anew() -> None:
@@ -440,7 +440,7 @@ def test_many_ranks_and_still_a_small_screen(world: int) -> None:
     )
     lines = told(records)
     assert lines[1].startswith(f"  {world // 2} ranks (1, 3, 5, 7, 9, 11, 13, …) wait in all_reduce #812")
-    assert "at other places; see the stacks" in lines[-1]
+    assert "are elsewhere; see the stacks" in lines[-1]
     different = [rank(n, call(op="broadcast" if n % 2 else "reduce", size=n), of=world) for n in range(world)]
     assert len(told(different)) <= 13
     in_loader = [laggard(n, of=world, lines=[*IN_LOADER[:2], line("for x in loader:", number=n)]) for n in range(5)]
@@ -460,7 +460,7 @@ def test_when_the_picture_changes() -> None:
 
 def test_small_words() -> None:
     assert [those(ranks) for ranks in ([1], [0, 1], [7, 0, 2, 3, 4])] == ["rank 1", "ranks 0, 1", "ranks 0, 2-4, 7"]
-    assert go_on(43.2) == "the ranks go on after 43 s"
+    assert go_on(43.2) == "the ranks made progress again after 43 s"
     record = laggard(lines=[SLEEP], vitals={"waits_in": "hrtimer_nanosleep"})
     assert headline(find_hang([waiter(0), record])) == (
         "a hang: rank 1 sleeps at data.py:40 while rank 0 waits in all_reduce #812"

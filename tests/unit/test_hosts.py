@@ -251,7 +251,7 @@ def test_command_lines() -> None:
             ["srun: error: Unable to create step"],
             "n: the start failed with exit code 1: srun: error: Unable",
         ),
-        ("here", -9, [], "n: the start failed with SIGKILL: it said nothing."),
+        ("here", -9, [], "n: the start failed with SIGKILL: it printed nothing."),
     ],
 )
 def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentence: str) -> None:
@@ -269,8 +269,8 @@ def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentenc
         ),
         ("ssh", 255, ["[n rank 0] Connection to my db was lost"], "the agent on n was killed"),
         ("ssh", -15, [], "the connection to n was lost: ssh ended with SIGTERM"),
-        ("ssh", 1, ["Timeout"], "the agent on n ended without a word, with exit code 1"),
-        ("srun", 137, [], "the agent on n ended without a word, with exit code 137"),
+        ("ssh", 1, ["Timeout"], "the agent on n ended without a message, with exit code 1"),
+        ("srun", 137, [], "the agent on n ended without a message, with exit code 137"),
     ],
 )
 def test_why_a_way_is_lost(kind: str, code: int, said: list[str], sentence: str) -> None:

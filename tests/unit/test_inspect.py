@@ -89,18 +89,20 @@ def test_who_waits_for_whom_when_nobody_moves() -> None:
     waiting = {"collectives": (WAITS,), "phase": "backward", "blocked_since": NOW - 30, "groups": ()}
     still = rows(look(rank=0, **waiting), look(rank=1, phase="data", since=NOW - 40), look(rank=2, **waiting))
     text = rank_table.conclusion(still, {}, 1.0)
-    assert text == ("no rank has got on within 1 s: ranks 0, 2 wait in all_reduce #12 for rank 1 (in data for 40.0 s)")
+    assert text == (
+        "no rank has made progress within 1 s: ranks 0, 2 wait in all_reduce #12 for rank 1 (in data for 40.0 s)"
+    )
     everyone = rows(*(look(rank=rank, **waiting) for rank in range(3)))
     assert rank_table.conclusion(everyone, {}, 1.0).endswith("all of them are in all_reduce #12")
     other = messages.replace(WAITS, number=13, op="broadcast")
     apart = rows(look(rank=0, **waiting), look(rank=1, **{**waiting, "collectives": (other,)}))
     assert rank_table.conclusion(apart, {}, 1.0).endswith("in different collectives, all_reduce #12, broadcast #13")
     assert rank_table.conclusion(rows(look(rank=0)), {}, 2.0) == (
-        "no rank has got on within 2 s, and none waits for another"
+        "no rank has made progress within 2 s, and none waits for another"
     )
     stopped = dataclasses.replace(look(rank=1), process=dataclasses.replace(OWN, state="T"))
     assert rank_table.conclusion(rows(look(rank=0, **waiting), stopped), {}, 1.0).endswith(
-        "waits in all_reduce #12 for rank 1 (stopped by a signal in forward; kill -CONT 4712 lets it go on)"
+        "waits in all_reduce #12 for rank 1 (stopped by a signal in forward; kill -CONT 4712 resumes it)"
     )
     assert inspect_command._cells(row(stopped, stopped))[3] == "stopped"
     assert inspect_command._waits(still) == [
@@ -147,7 +149,7 @@ def test_what_is_said_of_a_run_on_several_nodes_and_of_one_that_has_ended() -> N
     assert inspect_command.lines(view)[0] == "runs/1 on host a, running for 62.0 s; shares and paces of the last 1 s"
     assert inspect_command.lines(view)[-1].startswith("2 of 4 ranks (2, 3) are on other nodes")
     ended = dataclasses.replace(view, is_running=False, exit_code=1)
-    assert inspect_command.lines(ended)[0] == "runs/1 on host a ended with exit code 1 after 62.0 s; so it stood"
+    assert inspect_command.lines(ended)[0] == "runs/1 on host a ended with exit code 1 after 62.0 s; its last state:"
     assert "was killed" in inspect_command.lines(dataclasses.replace(ended, exit_code=None))[0]
     assert "look there" in inspect_command.lines(dataclasses.replace(ended, exit_code=None, is_here=False))[0]
     threads = (Thread((Line("/home/ada/train.py", 7, "train", "x = y"),), is_main=True), Thread((), "loader"))
@@ -200,7 +202,7 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert table[2].split()[:4] == ["0", str(os.getpid()), "2/17", "data"]
     assert table[3].split()[:3] == ["1", "SIGKILL", "2/17"]
     assert table[4].startswith("1 of 3 ranks (2) are on other nodes")
-    assert table[5] == "no rank has got on within 0.2 s, and none waits for another"
+    assert table[5] == "no rank has made progress within 0.2 s, and none waits for another"
     threads = (Thread((Line("/home/ada/train.py", 33, "train"),), is_main=True),)
     inspect_command.main(["--stacks", "--seconds", "0"], lambda living, _: dict.fromkeys(living, threads))
     assert "\nrank 0, innermost first:\n" in capsys.readouterr().out
@@ -210,7 +212,7 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])
     assert [one["is_alive"] for one in found["ranks"]] == [False, False]
     events.write_record(run_directory / events.REPORT_FILE, ReportFile(exit_code=137, seconds=12.5))
-    assert "ended with exit code 137 after 12.5 s; so it stood" in command(capsys, "--seconds", "0")[1]
+    assert "ended with exit code 137 after 12.5 s; its last state:" in command(capsys, "--seconds", "0")[1]
     report = ReportFile(exit_code=1, seconds=12.5, hang=HangRecord("a hang: rank 1 sleeps at train.py:3"))
     events.write_record(run_directory / events.REPORT_FILE, report)
     assert command(capsys, "--seconds", "0")[1].endswith("\na hang: rank 1 sleeps at train.py:3\n")

@@ -144,7 +144,7 @@ def test_a_log_that_cannot_be_opened_does_not_stop_the_run(tmp_path: Path) -> No
     log.write(b"a line\n")
     log.close()
     where = tmp_path / "file" / "rank-0.log"
-    assert said == [f"cannot write {where}: File exists. There is no log there, the run goes on."]
+    assert said == [f"cannot write {where}: File exists. There is no log there; the run continues."]
     log = LogFile(tmp_path / "removed" / "rank-0.log", said.append)  # somebody has cleared up the run directory
     log.write(b"a line\n")
     log.close()

@@ -113,8 +113,8 @@ def test_a_run_that_stood_still_says_so_whatever_became_of_it(tmp_path: Path) ->
     told = report_command.lines(run_directory.load(directory))
     log.close()
     assert told[3:6] == [
-        "  stood still after 1 min 40 s (until 1 min 40 s): a hang: rank 1 sleeps",
-        "  stood still after 1 min 40 s: a hang: rank 0 is stopped",
+        "  stalled after 1 min 40 s (until 1 min 40 s): a hang: rank 1 sleeps",
+        "  stalled after 1 min 40 s: a hang: rank 0 is stopped",
         "  all stacks: stall-1.txt there",
     ]
 

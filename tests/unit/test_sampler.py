@@ -162,7 +162,7 @@ def test_wrong_datasets() -> None:
 def test_a_forgotten_epoch_is_drawn_and_told_once() -> None:
     sampler = ShardSampler(range(100), 1, 0)
     first = list(sampler)
-    with pytest.warns(UserWarning, match=r"not called since epoch 0 began, so ShardSampler goes on with epoch 1"):
+    with pytest.warns(UserWarning, match=r"not called since epoch 0 began, so ShardSampler continues with epoch 1"):
         second = list(sampler)
     third = list(sampler)  # warnings are errors here
     assert sampler.epoch == 2
@@ -175,7 +175,7 @@ def test_a_forgotten_epoch_is_drawn_and_told_once() -> None:
 def test_an_iteration_that_was_broken_off_counts() -> None:
     sampler = ShardSampler(range(100), 1, 0)
     next(iter(sampler))
-    with pytest.warns(UserWarning, match="goes on with epoch 1"):
+    with pytest.warns(UserWarning, match="continues with epoch 1"):
         assert len(list(sampler)) == 100
 
 

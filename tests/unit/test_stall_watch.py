@@ -112,7 +112,7 @@ def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks)
     assert {path.name for path in ranks.directory.glob("stall-*")} == {"stall-1.txt", "stall-2.txt"}
     ranks.pages[1].end(entry, 0.5)
     (last,) = look(watch, ranks, LONG)
-    assert last.lines[0].startswith("the ranks go on after ")
+    assert last.lines[0].startswith("the ranks made progress again after ")
     assert last.verdict is None
     watch.close()
 
@@ -277,7 +277,7 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
     for _ in range(3):
         watchdogs.turn(cast(Any, SimpleNamespace(members={}, stopping=None)))
     reason = "RuntimeError: can't start new thread"
-    assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run goes on"]
+    assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run continues"]
     assert len(noted) == 1
     assert "in fail" in noted[0]
 

@@ -167,7 +167,7 @@ class Checkpointer:
 
         token = self._coordinator.lead(prepare)
         if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{12}", token):
-            raise CheckpointError("the run's store has something else than what rank 0 has said there.")
+            raise CheckpointError("the run's store does not hold what rank 0 has written there.")
         return token
 
     def _check_order(self, step: int) -> None:
@@ -234,7 +234,7 @@ class Checkpointer:
         self.wait()
         found = self._coordinator.lead(lambda: sorted(entry.step for entry in self._catalog.whole()))
         if not isinstance(found, list) or not all(type(step) is int for step in found):
-            raise CheckpointError("the run's store has something else than what rank 0 has said there.")
+            raise CheckpointError("the run's store does not hold what rank 0 has written there.")
         return found
 
     def load_latest(

@@ -118,7 +118,7 @@ class Coordinator:
                 return result
             case [str(kind), str(text)]:
                 raise (UsageError if kind == "UsageError" else CheckpointError)(text)
-        raise CheckpointError("the run's store has something else than what rank 0 has said there.")
+        raise CheckpointError("the run's store does not hold what rank 0 has written there.")
 
     def gather(self, content: str) -> list[str] | None:
         """To rank 0: what every rank has said, by rank."""

@@ -124,7 +124,7 @@ class ShardSampler(Sampler[int]):
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"set_epoch was not called since epoch {self.epoch - 1} began, so ShardSampler goes on with epoch "
+                f"set_epoch was not called since epoch {self.epoch - 1} began, so ShardSampler continues with epoch "
                 f"{self.epoch} by itself; call set_epoch(epoch), or iterate over px.track(loader, epoch=epoch).",
                 stacklevel=2,
             )
@@ -209,12 +209,12 @@ class ShardSampler(Sampler[int]):
         if state["version"] != _VERSION:
             raise UsageError(
                 f"the sampler's state has version {state['version']}, but this phalanx knows version {_VERSION}; "
-                "go on with the phalanx that wrote it, or begin the epoch anew."
+                "use the phalanx that wrote it, or start the epoch again."
             )
         if state["length"] != self._length:
             raise UsageError(
                 f"the sampler's state is of a dataset of {state['length']} samples, but this one has {self._length}; "
-                "give the same dataset, or begin the epoch anew."
+                "give the same dataset, or start the epoch again."
             )
         seed, epoch, consumed = (whole_number(f"state[{key!r}]", state[key]) for key in ("seed", "epoch", "consumed"))
         if not 0 <= consumed <= self._length:

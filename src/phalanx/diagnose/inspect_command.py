@@ -28,9 +28,9 @@ from phalanx.watchdog.straggler import conditions
 _DESCRIPTION = """\
 Shows what each rank of a run on this machine is doing: its step, its phase and for how long, the collective that it
 is in, how its time is divided between its loader, its own work and waiting for other ranks, its steps a second, and
-what it takes of the machine. The last line names the slowest rank, or says who waits for whom when nobody moves.
+what it takes of the machine. The last line names the slowest rank, or, when no rank makes progress, who waits for whom.
 
-Nothing is stopped or slowed down by it. Of a run that has ended it shows how it stood.
+Nothing is stopped or slowed down by it. Of a run that has ended it shows the last state.
 """
 _ANSWER_WITHIN = 5.0
 """Seconds. What torch's flight recorder knows of lines of code takes it a while, the first time."""
@@ -95,7 +95,7 @@ def _parser() -> Parser:
         default=1.0,
         help="shares and paces are of so many seconds from now (default %(default)g); 0: since the start",
     )
-    parser.add_argument("--stacks", action="store_true", help="also where the main thread of each living rank stands")
+    parser.add_argument("--stacks", action="store_true", help="also the stack of each living rank's main thread")
     parser.add_argument("--json", action="store_true", help="for programs: an object with a list of ranks")
     return parser
 
@@ -242,10 +242,12 @@ def _headline(view: View) -> str:
         span = f"the last {view.between:g} s" if view.between else "all of its time"
         return f"{view.directory} on host {view.host}, running for {ran}; shares and paces of {span}"
     if view.exit_code is not None:
-        return f"{view.directory} on host {view.host} ended with exit code {view.exit_code} after {ran}; so it stood"
+        return (
+            f"{view.directory} on host {view.host} ended with exit code {view.exit_code} after {ran}; its last state:"
+        )
     if not view.is_here:
         return f"{view.directory} is a run on host {view.host}, look there; this is what its ranks have written"
-    return f"{view.directory} on host {view.host} was killed after about {ran}; so it stood"
+    return f"{view.directory} on host {view.host} was killed after about {ran}; its last state:"
 
 
 def table(rows: Sequence[Row]) -> list[str]:

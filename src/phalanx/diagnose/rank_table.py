@@ -139,7 +139,7 @@ def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], sec
 def _who_waits(living: Sequence[Row], seconds: float) -> str:
     waiting = [one for one in living if one.collective is not None]
     others = [one for one in living if one.collective is None]
-    text = f"no rank has got on within {seconds:g} s"
+    text = f"no rank has made progress within {seconds:g} s"
     if not waiting:
         return f"{text}, and none waits for another"
     calls = sorted({_call(one) for one in waiting})
@@ -154,7 +154,7 @@ def _who_waits(living: Sequence[Row], seconds: float) -> str:
 
 def _where(one: Row) -> str:
     if one.is_stopped:
-        return f"stopped by a signal in {one.phase}; kill -CONT {one.pid} lets it go on"
+        return f"stopped by a signal in {one.phase}; kill -CONT {one.pid} resumes it"
     return f"in {one.phase} for {duration(one.seconds)}"
 
 

@@ -19,8 +19,8 @@ from phalanx.status.reading import Status
 from phalanx.system.sizes import in_bytes
 
 _DESCRIPTION = """\
-Tells of a run how it was started, how it ended and why, how each rank ended, and where the logs are. Of one that still
-runs, or whose launcher was killed, it tells what there is. The exit code is 0 whatever the run's own was.
+Reports how a run was started, how it ended and why, how each rank ended, and where the logs are. Of one that still
+runs, or whose launcher was killed, it reports what is known. The exit code is 0 whatever the run's own was.
 """
 _TAIL_LINES = 3
 _TAILS = 8
@@ -75,7 +75,7 @@ def _stalls(run: Run) -> list[str]:
     told = []
     for stall in run.stalls:
         until = f" (until {_duration(stall.until)})" if stall.until is not None else ""
-        told.append(clip(f"  stood still after {_duration(stall.after)}{until}: {stall.headline}"))
+        told.append(clip(f"  stalled after {_duration(stall.after)}{until}: {stall.headline}"))
     stacks = [path.name for path in sorted(run.directory.glob("stall-*.txt"))] if told else []
     return [*told, f"  all stacks: {', '.join(stacks)} there"] if stacks else told
 
@@ -100,7 +100,7 @@ def _outcome(run: Run) -> str:
     if run.state == "running":
         return f"is running, for {_duration(run.seconds)} so far{attempts}"
     return (
-        f"lost its launcher, which was killed and has left no {events.REPORT_FILE}; it was last heard of after "
+        f"lost its launcher, which was killed and has left no {events.REPORT_FILE}; its last event was after "
         f"{_duration(run.seconds)}{attempts}"
     )
 

@@ -63,7 +63,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--preload", "modules of yours to import once for all, before the fork", "A,B", ""),
         Flag(
             "--backend",
-            "auto (default): on CPUs shm instead of gloo; as-written: what the script says",
+            "auto (default): on CPUs shm instead of gloo; as-written: what the script asks for",
             "HOW",
             choices=BACKEND_CHOICES,
         ),
@@ -91,7 +91,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
     "when something goes wrong": (
         Flag("--max-restarts", "start all ranks again after a failure, at most N times", "N", 0, int),
         Flag("--shutdown-timeout", "seconds from asking ranks to end to killing them (default 10)", "S", 10.0, float),
-        Flag("--stall-after", "seconds without progress until it is said why (default 30; 0: never)", "S", 30.0, float),
+        Flag("--stall-after", "report why after S seconds without progress (default 30; 0: never)", "S", 30.0, float),
         Flag(
             "--on-stall",
             "then wait (default), or kill: end the ranks as after a failure",

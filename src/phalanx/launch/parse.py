@@ -187,7 +187,7 @@ def _place(arguments: argparse.Namespace) -> tuple[str, int]:
         return arguments.master_addr or LOOPBACK, check_port(arguments.master_port or 0, "--master-port")
     parts = re.fullmatch(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:]+))(?::(?P<port>\d{1,9}))?", endpoint)
     if parts is None:
-        raise UsageError(f"--rdzv-endpoint {endpoint!r} is not HOST or HOST:PORT; an IPv6 address stands in brackets.")
+        raise UsageError(f"--rdzv-endpoint {endpoint!r} is not HOST or HOST:PORT; an IPv6 address needs brackets.")
     default = 0 if _nodes(arguments.nnodes)[1] == 1 else _DEFAULT_PORT[kind]
     port = int(parts["port"]) if parts["port"] else default
     return parts["v6"] or parts["host"], check_port(port, "the port of --rdzv-endpoint")

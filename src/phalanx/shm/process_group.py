@@ -307,7 +307,7 @@ class ShmGroup(dist.ProcessGroup):
 
     def _forked(self) -> None:
         self._work_queue = WorkQueue(self._names.group, None)
-        no_place = "this process was forked from a rank and has no place in the group; start it afresh."
+        no_place = "this process was forked from a rank and is not part of the group; start it as a new process."
         self._work_queue.closed = self._messages.closed = no_place
         self._collectives.forked()
 

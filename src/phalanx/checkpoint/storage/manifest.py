@@ -122,7 +122,7 @@ def decode(content: bytes) -> Manifest:
         fields: dict[str, Any] = json.loads(content, parse_constant=_refuse)
         check = fields.pop("check")
         if check != _check(fields):
-            raise Broken(f"{MANIFEST} is damaged: its content has another checksum than it says")
+            raise Broken(f"{MANIFEST} is damaged: its content does not match its checksum")
         version = fields["version"]
         if type(version) is not int or version < LEGACY:
             raise Broken(f"{MANIFEST} is damaged")

@@ -151,7 +151,7 @@ class Shards:
             shape = (chunk.rows, *known.shape[1:]) if known.shape else ()
             slot = slots.get(name)
             if slot is None or (slot.dtype, slot.shape) != (known.dtype, shape):
-                raise Broken(f"{file_of(chunk.rank)} has another {name[:200]} than the manifest says")
+                raise Broken(f"{file_of(chunk.rank)} has another {name[:200]} than the manifest")
             file.seek(slot.begin)
             _fill(file, tensor.narrow(0, chunk.first, chunk.rows) if known.shape else tensor)
         return tensor

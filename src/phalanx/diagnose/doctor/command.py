@@ -30,11 +30,11 @@ CHECKS: tuple[Check, ...] = (
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "info": "dim"}
 _DESCRIPTION = """\
-Looks at this machine and says what is fit for training and what is not, a line each:
+Reports what on this machine is fit for training and what is not, one line each:
 
   ok        fine
   warning   works, but slowly, or not with several machines; the line ends with what helps
-  error     keeps a run from working; the line ends with the command that mends it
+  error     keeps a run from working; the line ends with the command that fixes it
   –         for your information
 
 Nothing is changed, and torch is imported in a process of its own. The exit code is 1 when there is an error, else 0.

@@ -168,7 +168,7 @@ def ports(facts: Facts) -> Finding:
 def clock(facts: Facts) -> Finding:
     found = facts.clock
     if found.is_synchronised is None:
-        return Finding("clock", "the system does not say whether it is synchronised", "info")
+        return Finding("clock", "the system does not report whether it is synchronised", "info")
     if found.is_synchronised:
         error = f", {1000 * found.largest_error:.0f} ms off at most" if found.largest_error is not None else ""
         return Finding("clock", f"synchronised{error}")

@@ -127,7 +127,7 @@ def command(facts: Facts) -> Finding:
     if here.command is None:
         return Finding("command", f"phalanx is not on PATH: type {shlex.quote(here.executable)} -m phalanx", "info")
     if here.command_is_ours is None:
-        return Finding("command", f"phalanx is {here.command}, which does not say which Python it starts", "info")
+        return Finding("command", f"phalanx is {here.command}, which does not show which Python it starts", "info")
     if here.command_is_ours:
         return Finding("command", f"phalanx is {here.command}")
     return Finding(

@@ -148,7 +148,7 @@ def answer(process: subprocess.Popen[str]) -> Torch:
     try:
         out, err = process.communicate(timeout=_LONGEST_SECONDS)
     except subprocess.TimeoutExpired:
-        return Torch(problem=f"importing it has not come to an end within {_LONGEST_SECONDS:g} s")
+        return Torch(problem=f"importing it has not finished within {_LONGEST_SECONDS:g} s")
     return parse(out, err, process.returncode)
 
 

@@ -80,7 +80,7 @@ class Watchdogs:
                 self._troubled.add(what)
                 self._record.note("trouble", what=what, traceback=traceback.format_exc())
                 reason = f"{type(error).__name__}: {error}"
-                self._agent_lines.say([f"the ranks' {what} cannot be watched just now ({reason}); the run goes on"])
+                self._agent_lines.say([f"the ranks' {what} cannot be watched just now ({reason}); the run continues"])
 
     def close(self) -> None:
         """All ranks have ended."""

@@ -149,7 +149,7 @@ class ElasticRendezvous:
         try:
             return RunOver(self._outcome.get(timeout=_OUTCOME_COMES))
         except Empty:
-            return RuntimeError("the rendezvous was closed without a word")
+            return RuntimeError("the rendezvous was closed without a reason")
 
 
 _TORCHRUN = (

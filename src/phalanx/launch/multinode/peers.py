@@ -21,7 +21,7 @@ from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
 from phalanx.launch.spec.network import Route
 from phalanx.watchdog.exchange import Exchange, Topic
 
-_KEEPER_GONE = "the process that speaks with the other nodes has ended; all workers are ended."
+_KEEPER_GONE = "the process that communicates with the other nodes has ended; all workers are ended."
 _TRUSTED = "the nodes share no secret, so everybody on their network is trusted; --secret-file gives them one"
 
 
@@ -232,7 +232,7 @@ class Peers:
     def _waiting_text(self, count: int, under_way: bool) -> str:
         fewest, most = self._terms.fewest, self._terms.most
         if under_way:
-            return f"the run goes on with {count} node{'s' * (count > 1)}; waiting for its next restart"
+            return f"the run continues with {count} node{'s' * (count > 1)}; waiting for its next restart"
         if count >= fewest:
             return f"{count} of {fewest} to {most} nodes, a last call for more"
         return f"{count} of {fewest} nodes, waiting for {fewest - count}"

@@ -226,7 +226,7 @@ Order = Meet | BeginAttempt | Stop | Endings | Published | Leave
 
 
 class Waiting(Message, frozen=True):
-    """So many nodes are there. ``under_way``: the run goes on without this one."""
+    """So many nodes are there. ``under_way``: the run continues without this one."""
 
     count: Count
     waited: Count

@@ -88,7 +88,7 @@ class Rendezvous:
         """Connects to the hub. Somebody may have overwritten its address, so others are tried until the time is up."""
         deadline = time.monotonic() + timeout
         refused: dict[HubAddress, float] = {}
-        why = f"{host} has not said within {timeout:g} s where the nodes meet; another program may have that port"
+        why = f"{host} has not announced within {timeout:g} s where the nodes meet; another program may have that port"
         while True:
             hub, now = _hub_address(store), time.monotonic()
             if hub is not None and now >= refused.get(hub, now):

@@ -122,7 +122,7 @@ class LogFile:
         try:
             self._fd = run_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, directory)
         except OSError as error:
-            complain(f"cannot write {path}: {error.strerror}. There is no log there, the run goes on.")
+            complain(f"cannot write {path}: {error.strerror}. There is no log there; the run continues.")
 
     def write(self, data: bytes) -> None:
         if self._fd is None:
@@ -133,7 +133,7 @@ class LogFile:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
             LogFile.close(self)  # what a subclass still holds would fail again
-            self._complain(f"cannot write {self._path}: {error.strerror}. The log ends here, the run goes on.")
+            self._complain(f"cannot write {self._path}: {error.strerror}. The log ends here; the run continues.")
 
     def close(self) -> None:
         if self._fd is not None:

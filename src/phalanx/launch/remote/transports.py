@@ -45,7 +45,7 @@ class Transport:
 
     def why_not_started(self, code: int, said: Sequence[str]) -> str:
         """The sentence for a way that ended before the remote had answered; ``said`` is what came on its streams."""
-        name, last = self.host.name, (said[-1] if said else "it said nothing")
+        name, last = self.host.name, (said[-1] if said else "it printed nothing")
         if any("No module named 'phalanx" in line for line in said):
             return f"{name}: phalanx is not installed for {sys.executable} there, or is an older one; install the same."
         if code in (126, 127) and self.kind != "here":
@@ -69,7 +69,7 @@ class Transport:
         """The sentence for a way that ended without a last word of its remote."""
         name = self.host.name
         if self.kind != "ssh":
-            return f"the agent on {name} ended without a word, with {_how(code)}"
+            return f"the agent on {name} ended without a message, with {_how(code)}"
         if code < 0:
             return f"the connection to {name} was lost: ssh ended with {_how(code)}"
         last = next((line for line in reversed(said) if _SAID_BY_SSH.match(line)), None)
@@ -77,7 +77,7 @@ class Transport:
             return f"the connection to {name} was lost: {last.rstrip('.')}"
         if code == _SSH_FAILED:  # what ssh makes of a signal there
             return f"the agent on {name} was killed"
-        return f"the agent on {name} ended without a word, with {_how(code)}"
+        return f"the agent on {name} ended without a message, with {_how(code)}"
 
 
 def find_transport(host: Host, host_list: HostList) -> Transport:

@@ -45,7 +45,7 @@ def resolve(host: str, what: str) -> str:
         if not is_loopback(address):
             return address
     raise UsageError(
-        f"{what} {host!r} stands for {addresses[0]}, which other machines cannot reach; "
+        f"{what} {host!r} resolves to {addresses[0]}, which other machines cannot reach; "
         "give its address on the network."
     )
 

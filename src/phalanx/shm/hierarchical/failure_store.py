@@ -78,4 +78,4 @@ def encode(error: Exception) -> bytes:
 
 
 def decode(data: bytes | bytearray) -> Exception:
-    return failures.by_name(*messages.decode(data, tuple[Name, Text], "what another rank says of a failure"))
+    return failures.by_name(*messages.decode(data, tuple[Name, Text], "the failure that another rank reports"))

@@ -246,7 +246,7 @@ def _call(store: Any, node: int, caller: int, deadline: float) -> socket.socket:
     except OSError as error:
         raise JoinError(
             f"node {caller} cannot reach node {node} at {address} port {port} ({error}); "
-            "GLOO_SOCKET_IFNAME says which network to use."
+            "set GLOO_SOCKET_IFNAME to the network to use."
         ) from None
     return connection
 

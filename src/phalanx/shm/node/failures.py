@@ -104,7 +104,7 @@ def unreachable(names: Names, rank: int, why: str) -> PeerLost:
 
 
 def cut_off(names: Names, rank: int) -> PeerLost:
-    return PeerLost(f"{names.process(rank)} hears nothing of the other nodes, nor of the store, in {names.where()}.")
+    return PeerLost(f"{names.process(rank)} has lost contact with the other nodes and the store, in {names.where()}.")
 
 
 def left(names: Names, rank: int, number: int | None = None) -> PeerLost:
@@ -128,7 +128,7 @@ def by_name(kind: str, text: str) -> Exception:
     """The exception that another process has described."""
     kinds = {found.__name__: found for found in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted)}
     if kind not in kinds:
-        raise errors.ForeignData(f"what another rank says of a failure is of the unknown kind {kind!r:.50}.")
+        raise errors.ForeignData(f"another rank reports a failure of the unknown kind {kind!r:.50}.")
     return kinds[kind](text)
 
 

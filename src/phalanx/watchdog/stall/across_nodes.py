@@ -17,7 +17,7 @@ from phalanx.status.rank_record import RankRecord
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.stall.threshold import Observation
 
-_SOURCE = "what another node says of its ranks"
+_SOURCE = "another node's report on its ranks"
 
 
 class StallSnapshot(Message, frozen=True):

@@ -44,7 +44,7 @@ def verdict_lines(hang: Hang) -> list[str]:
     for index, group in enumerate(hang.elsewhere[:_MOST_ELSEWHERE]):
         told = _elsewhere(group, hang)
         lines += [f"  {line}" for line in (told if index == 0 else told[:1])]
-    lines += _rest(hang.elsewhere[_MOST_ELSEWHERE:], "is elsewhere", "are at other places")
+    lines += _rest(hang.elsewhere[_MOST_ELSEWHERE:], "is elsewhere", "are elsewhere")
     lines += _remark(hang)
     assert len(lines) <= 13, "the whole must fit on a small screen"
     return [clip(line) for line in lines]
@@ -75,7 +75,7 @@ def headline(hang: Hang) -> str:
 
 def go_on(quiet: float) -> str:
     """When it is over."""
-    return f"the ranks go on after {_seconds(quiet)}"
+    return f"the ranks made progress again after {_seconds(quiet)}"
 
 
 _TITLES = {
@@ -110,7 +110,7 @@ def _side(group: Waiting) -> str:
     """One of several different calls for the same collective."""
     if group.is_open:
         return _waits(group)
-    return f"{those(group.ranks)} called {_name(group)}{_size(group)}{_place(group.line)}, and went on"
+    return f"{those(group.ranks)} called {_name(group)}{_size(group)}{_place(group.line)}, and continued"
 
 
 def _call(group: Waiting) -> str:
@@ -173,7 +173,7 @@ def _by_vitals(kind: str, record: RankRecord) -> str | None:
 
 
 def _stopped(pid: int) -> str:
-    return f"is stopped by a signal (SIGSTOP; kill -CONT {pid} lets it go on)"
+    return f"is stopped by a signal (SIGSTOP; kill -CONT {pid} resumes it)"
 
 
 def _where(what: RankActivity) -> str:

@@ -11,7 +11,7 @@ from phalanx.status import Window
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler.conditions import Conditions
 
-_SOURCE = "what another node says of the pace of its ranks"
+_SOURCE = "another node's report on the pace of its ranks"
 
 
 class PaceReport(Message, frozen=True):
