@@ -70,6 +70,16 @@ class ErrorRecord(Record, frozen=True):
     """What the rank knows of it beyond the message, in a sentence or two."""
 
 
+class ThreadDeath(Record, frozen=True):
+    """An exception has ended a thread beside the main one, which may wait for it since."""
+
+    name: Text
+    error: Text
+    """Type and message, in a line."""
+    place: Text
+    """The user's line, as ``file:line``; empty if it was in none."""
+
+
 class OutOfMemory(Record, frozen=True):
     """The kernel has killed a process because memory had run out."""
 

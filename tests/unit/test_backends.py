@@ -214,7 +214,7 @@ def test_all_notices_of_one_read_are_passed_on() -> None:
     said: list[str] = []
     zygote: Any = socket.socket()
     with selectors.DefaultSelector() as selector, zygote:
-        watch = AttemptRun(zygote, selector, 1.0, say=said.append)
+        watch = AttemptRun(zygote, selector, 1.0, said.append)
         member = RankProcess(placements([1])[0])
         for text in ("a", "b", "a"):
             os.write(member.report_writer, json.dumps({"notice": text}).encode() + b"\n")

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from phalanx import messages
+from phalanx.events import ThreadDeath
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
 from phalanx.status import CodeLine, Collective, Group, Status, rank_record
-from phalanx.status.rank_record import Child, RankRecord, ThreadDeath, Vitals
+from phalanx.status.rank_record import Child, RankRecord, Vitals
 from phalanx.status.stack_parser import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy
 from phalanx.system import procfs, tcp_bytes
 from phalanx.watchdog.stall.classify import find_hang

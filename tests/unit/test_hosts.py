@@ -18,6 +18,7 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
 from phalanx.launch.output import wire_protocol
+from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.process import python_command
 from phalanx.launch.remote import compatibility, forwarded_env, transports
 from phalanx.launch.remote.host_connection import HostConnection
@@ -337,5 +338,9 @@ def test_whether_they_fit() -> None:
 
 
 def test_what_an_agent_says(run_secret: None) -> None:
-    assert wire_protocol.agent_line(["one", " two"], "verdict", None) == b"phalanx: one\n two\n"
-    assert wire_protocol.agent_line(["one", " two"], "verdict", "n1").startswith(wire_protocol.MARK)
+    written: list[bytes] = []
+    console = SimpleNamespace(err=2, put=lambda source, fd, data, on_a_new_line: written.append(data))
+    for node in (None, "n1"):
+        AgentLines(cast(Any, console), node).say(["one", " two"], "verdict")
+    assert written[0] == b"phalanx: one\n two\n"
+    assert written[1].startswith(wire_protocol.MARK)

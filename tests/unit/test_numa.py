@@ -12,6 +12,7 @@ from torch.numa import binding as torchs
 
 from phalanx.errors import UsageError
 from phalanx.launch.spec import device_count, numa
+from phalanx.launch.spec.launch_spec import NUMA_BINDINGS
 from phalanx.system import cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
@@ -84,7 +85,7 @@ def reference(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 ALLOWED = frozenset(CPUS) - {1, 13, 29}  # a cpuset that has taken one thread of a core, and a whole core
 
 
-@pytest.mark.parametrize("mode", numa.MODES)
+@pytest.mark.parametrize("mode", NUMA_BINDINGS)
 def test_the_cpus_near_a_gpu_are_those_of_torch(
     mode: str, machine: Path, reference: Callable[[str, int], set[int]], tmp_path: Path
 ) -> None:
@@ -126,7 +127,7 @@ def test_without_gpus_the_ranks_are_spread_over_the_nodes(machine: Path) -> None
         bound("exclusive", 20)
 
 
-@pytest.mark.parametrize("mode", numa.MODES)
+@pytest.mark.parametrize("mode", NUMA_BINDINGS)
 def test_a_machine_without_numa_or_with_one_node(mode: str, tmp_path: Path) -> None:
     assert numa.bindings(mode, 2, ("0", "1"), {0, 1}, tmp_path) is None
     write(tmp_path / "devices/system/node/node0/cpulist", "0-3")  # and nothing else is told, nor where the GPUs are

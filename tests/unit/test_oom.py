@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from phalanx.events import Ending, ErrorRecord
-from phalanx.failure import oom
-from phalanx.failure.oom import Counters, Shortage
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.system import procfs
+from phalanx.watchdog import oom
 from phalanx.watchdog.memory import MemoryWatchdog
+from phalanx.watchdog.oom import Counters, Shortage
 
 GIB = 1 << 30
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from phalanx import argparser
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
 from phalanx.errors import UsageError
-from phalanx.launch.spec import numa
+from phalanx.launch.spec.launch_spec import NUMA_BINDINGS
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--devices", "the GPUs to use, counted within what is visible", "0,3"),
         Flag(
             "--numa-binding",
-            "bind each process to CPUs near its GPU, or spread them over the NUMA nodes: " + ", ".join(numa.MODES),
+            "bind each process to CPUs near its GPU, or spread them over the NUMA nodes: " + ", ".join(NUMA_BINDINGS),
             "HOW",
-            choices=numa.MODES,
+            choices=NUMA_BINDINGS,
         ),
         Flag("--virtual-local-rank", "every process sees its GPU as number 0, and LOCAL_RANK=0"),
         Flag("--role", "ROLE_NAME for the workers", "NAME", "default"),

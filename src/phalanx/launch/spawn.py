@@ -30,6 +30,7 @@ from phalanx.launch.spec.launch_spec import (
     placements,
     worker_environment,
 )
+from phalanx.status import notices
 from phalanx.system import ports, require_linux
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class SpawnContext:
         self._own_zygote = zygote is None
         self._zygote = zygote or _new_zygote()
         self._selector = selectors.DefaultSelector()
-        self._watch = AttemptRun(self._zygote, self._selector, _GRACE)
+        self._watch = AttemptRun(self._zygote, self._selector, _GRACE, notices.give)
         self._open = True
         try:
             self._zygote.fresh_store()

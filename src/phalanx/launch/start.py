@@ -12,15 +12,18 @@ import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx import events, messages, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch.process.zygote_client import ZygoteClient
-from phalanx.launch.spec import network, numa, preflight
+from phalanx.launch.spec import preflight
 from phalanx.launch.spec.device_count import thread_setting, visible_gpus
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.launch.spec.network import Route
 from phalanx.system import ports
+
+if TYPE_CHECKING:
+    from phalanx.launch.spec.network import Route
 
 
 def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
@@ -61,6 +64,8 @@ def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
     """With the CPUs of each rank, if they are to be bound."""
     if spec.numa_binding is None:
         return spec
+    from phalanx.launch.spec import numa
+
     gpus = spec.devices if spec.devices is not None else visible_gpus(environ)
     cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
     return messages.replace(spec, cpus=cpus)
@@ -72,6 +77,8 @@ def _listener(spec: LaunchSpec, route: Route | None) -> socket.socket | None:
         return ports.listen(ports.LOOPBACK, spec.master_port)
     if spec.rdzv_backend == "static":
         return ports.listen(route.address, spec.master_port) if spec.node_rank == 0 else None
+    from phalanx.launch.spec import network
+
     is_own = network.is_own(route.master)
     if not (is_own if spec.is_host is None else spec.is_host):
         return None
@@ -98,6 +105,8 @@ def find_route(spec: LaunchSpec) -> Route | None:
         raise UsageError(f"--nnodes {most} needs --rdzv-endpoint: the address of one of the machines, where they meet.")
     if not spec.master_port:
         raise UsageError(f"--nnodes {most} needs --master-port: a port that is free on {spec.master_addr}.")
+    from phalanx.launch.spec import network
+
     route = network.find_route(spec.master_addr, spec.interface, spec.local_addr)
     if is_static and spec.node_rank == 0 and not network.is_own(route.master):
         raise UsageError(

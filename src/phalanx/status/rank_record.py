@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from phalanx.events import ThreadDeath
 from phalanx.messages import Count, ExitCode, Name, Pid, Rank, Record, Seconds, Text
 from phalanx.status import stack_parser
 from phalanx.status.reading import CodeLine, Collective, Status
@@ -58,16 +59,6 @@ class Child(Record, frozen=True):
     vitals: Vitals
     command: Text
     threads: tuple[Thread, ...] = ()
-
-
-class ThreadDeath(Record, frozen=True):
-    """An exception has ended a thread beside the main one, which may wait for it since."""
-
-    name: Text
-    error: Text
-    """Type and message, in a line."""
-    place: Text
-    """The user's line, as ``file:line``; empty if it was in none."""
 
 
 class RankRecord(Record, frozen=True):

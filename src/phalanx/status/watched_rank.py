@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from phalanx.events import ErrorRecord
-from phalanx.status.rank_record import ThreadDeath
+from phalanx.events import ErrorRecord, ThreadDeath
 
 
 class ProcessExit(Protocol):

@@ -11,12 +11,14 @@ import signal
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phalanx import events, messages
-from phalanx.failure import oom
-from phalanx.failure.signal_meaning import memory_ran_out
-from phalanx.status.watched_rank import WatchedRank
 from phalanx.system import procfs
+from phalanx.watchdog import oom
+
+if TYPE_CHECKING:
+    from phalanx.status.watched_rank import WatchedRank
 
 _EVERY = 1.0
 _REMEMBERED = 10
@@ -74,6 +76,8 @@ class MemoryWatchdog:
         shortage = oom.shortage(self._looks[0], self._counters.look())
         if shortage is None:
             return []
+        from phalanx.failure.signal_meaning import memory_ran_out  # not needed while all goes well
+
         used = {ranks[pid]: memory for pid, memory in oom.killed_by_log(ranks).items()}
         return memory_ran_out(shortage.kills, shortage.limit, shortage.group, used)
 

@@ -12,18 +12,17 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx import events
 from phalanx.errors import ForeignData, LaunchError
-from phalanx.failure import failure_text
-from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_victim
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.loss_tracker import LossTracker
 from phalanx.launch.agent.rank_starter import RankStarter
 from phalanx.launch.agent.run_record import RunRecord
 from phalanx.launch.agent.signal_events import Signals
 from phalanx.launch.agent.watchdogs import Watchdogs
-from phalanx.launch.multinode.single_node import RunOver, SingleNode, new_peers
+from phalanx.launch.multinode import RunOver, SingleNode, new_peers
 from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.pipe_set import PipeSet
@@ -31,7 +30,10 @@ from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec.device_count import describe_threads
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.launch.spec.network import Route
+
+if TYPE_CHECKING:
+    from phalanx.failure.root_cause import Verdict
+    from phalanx.launch.spec.network import Route
 
 _TICK = 0.5
 _DRAIN_SECONDS = 2.0  # after a signal, how long to wait for somebody to read the console
@@ -147,6 +149,8 @@ class Agent:
                     raise
                 self._losses.lose(lost, self._watchdogs.last_words())
             if self._signalled is not None:
+                from phalanx.failure.root_cause import failed_before, find_cause
+
                 # What had failed before the signal came is told all the same.
                 verdict = find_cause(endings) if failed_before(self._signalled_at, endings) else None
                 return self._end(128 + self._signalled, endings, verdict, attempt)
@@ -167,6 +171,9 @@ class Agent:
 
     def _blame(self, endings: list[events.Ending]) -> tuple[Verdict | None, str]:
         """The rank that is the cause, or None when no rank is but a helper, a node or a hang; either in a sentence."""
+        from phalanx.failure.failure_text import one_line
+        from phalanx.failure.root_cause import find_cause, is_victim
+
         by_itself = any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings)
         if self._losses.lines and not by_itself:
             return None, self._losses.lines[0]
@@ -177,13 +184,13 @@ class Agent:
             if reason:
                 return None, reason
         verdict = find_cause(endings)
-        return verdict, failure_text.one_line(verdict.cause)
+        return verdict, one_line(verdict.cause)
 
     def _run_attempt(self, attempt: int) -> list[events.Ending]:
         if (master := self._peers.begin(attempt, self._idle_until)) is None:
             return []
         self._watch = AttemptRun(
-            self._zygote, self._selector, self._spec.shutdown_timeout, self._record.note, self._pass_on
+            self._zygote, self._selector, self._spec.shutdown_timeout, self._pass_on, self._record.note
         )
         self._watchdogs.begin(self._peers.told_as(self._record.place), self._peers.exchange)
         try:

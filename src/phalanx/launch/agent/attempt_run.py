@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from phalanx import events, messages
-from phalanx.failure.root_cause import is_consequence
 from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.agent.stop_sequence import StopSequence
 from phalanx.launch.output.logs import OutputPipe
@@ -23,7 +22,6 @@ from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.process.zygote_messages import Exited, Started
 from phalanx.launch.spec.launch_spec import WorkerSpec
-from phalanx.status import notices
 
 _MOST_UNDER_WAY = 16
 _TO_FAIL_ALIKE = 0.25
@@ -46,8 +44,8 @@ class AttemptRun:
         zygote: ZygoteClient,
         selector: selectors.BaseSelector,
         shutdown_timeout: float,
+        say: Callable[[str], None],
         note: Callable[..., None] = lambda *_, **__: None,
-        say: Callable[[str], None] = notices.give,
     ) -> None:
         self.members: dict[int, RankProcess] = {}
         self.why_exec: str | None = None
@@ -242,7 +240,7 @@ class AttemptRun:
         """A rank has told an error, or ended: must the others stop?"""
         if self.stopping is not None:
             return
-        if member.error is not None and is_consequence(member.error):
+        if _is_victim(member):
             if self._suspicion is None:
                 self._suspicion = time.monotonic() + self._timeout
         elif member.has_disagreed_on_gloo():
@@ -274,7 +272,16 @@ class AttemptRun:
 
 def _is_cleaning_up(member: RankProcess) -> bool:
     """It failed by itself and is on its way out: what it does until then may be worth the shutdown timeout."""
-    return member.error is not None and not is_consequence(member.error)
+    return member.error is not None and not _is_victim(member)
+
+
+def _is_victim(member: RankProcess) -> bool:
+    """Whether its error says no more than that another rank went away."""
+    if member.error is None:
+        return False
+    from phalanx.failure.root_cause import is_consequence
+
+    return is_consequence(member.error)
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from phalanx.events import Ending
-from phalanx.failure.crash_loop import CrashLoop, identity
-from phalanx.failure.root_cause import Verdict
 from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.process.helper_processes import HelperLost, describe_left
 from phalanx.launch.process.zygote_client import ZygoteClient
+
+if TYPE_CHECKING:
+    from phalanx.failure.crash_loop import CrashLoop
+    from phalanx.failure.root_cause import Verdict
 
 
 class LossTracker:
@@ -18,7 +21,7 @@ class LossTracker:
 
     def __init__(self, zygote: ZygoteClient, say: Callable[[list[str]], None]) -> None:
         self._zygote, self._say = zygote, say
-        self._repetition = CrashLoop()
+        self._repetition: CrashLoop | None = None
         self.lines: list[str] = []
         """How the zygote or the keeper was lost; empty when neither was."""
 
@@ -57,6 +60,9 @@ class LossTracker:
 
     def is_crash_loop(self, verdict: Verdict | None, endings: Sequence[Ending], attempts_left: int) -> bool:
         """Whether it is one more of a kind that another attempt will not heal; if so, that is said."""
+        from phalanx.failure.crash_loop import CrashLoop, identity
+
+        self._repetition = self._repetition or CrashLoop()
         if verdict is not None:
             found = self._repetition.add(identity(verdict.cause), verdict.cause.time, endings)
         else:

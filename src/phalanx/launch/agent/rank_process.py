@@ -11,14 +11,11 @@ from pathlib import Path
 
 from phalanx import events, messages
 from phalanx.errors import ForeignData
-from phalanx.failure import crash_dump
-from phalanx.failure.signal_meaning import gloo_mismatch
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, Tail, rank_prefix
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
 from phalanx.messages import Record, Text
-from phalanx.status.rank_record import ThreadDeath
 
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400
@@ -30,7 +27,7 @@ class RankReport(Record, frozen=True):
     """A line of what a rank reports of itself; it writes it with the standard library alone."""
 
     error: events.ErrorRecord | None = None
-    thread: ThreadDeath | None = None
+    thread: events.ThreadDeath | None = None
     notice: Text | None = None
 
 
@@ -50,7 +47,7 @@ class RankProcess:
         self.pipes = pipes
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
-        self.thread_death: ThreadDeath | None = None
+        self.thread_death: events.ThreadDeath | None = None
         self.notices: list[str] = []
         """What the person before the console is to know, each text once."""
         self.malformed: str | None = None
@@ -117,18 +114,15 @@ class RankProcess:
         for pipe in self.pipes:
             if not pipe.ended:
                 pipe.read()  # it has said so just before
+        from phalanx.failure.signal_meaning import gloo_mismatch
+
         return gloo_mismatch(self.ending()) is not None
 
     def ending(self) -> events.Ending:
         """Only after it has exited and its pipes are read to the end."""
         assert self.exited is not None
         failed_at = self.error.time if self.error else self._exit_time
-        # A script that has faulthandler on itself gets the dump on its standard error.
-        crash = (self._cry or self._tail.data).decode(errors="replace") if self.exited.signal else ""
-        printed = self._tail.lines(_MOST_LINES)
-        if self.exited.signal:
-            printed = crash_dump.without_dump(printed)
-        return events.Ending(
+        ending = events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
             time=failed_at,
@@ -136,8 +130,20 @@ class RankProcess:
             signal=self.exited.signal,
             asked=self.asked_at is not None and self.asked_at <= failed_at,
             error=self.error,
-            tail=printed[-_TAIL_LINES:],
+            tail=self._tail.lines(_TAIL_LINES),
             host=socket.gethostname(),
+        )
+        return self._with_crash(ending) if self.exited.signal else ending
+
+    def _with_crash(self, ending: events.Ending) -> events.Ending:
+        from phalanx.failure import crash_dump
+
+        # A script that has faulthandler on itself gets the dump on its standard error.
+        crash = (self._cry or self._tail.data).decode(errors="replace")
+        printed = crash_dump.without_dump(self._tail.lines(_MOST_LINES))
+        return messages.replace(
+            ending,
+            tail=printed[-_TAIL_LINES:],
             crash=crash_dump.python_frames(crash),
             native=crash_dump.native_frames(crash),
         )

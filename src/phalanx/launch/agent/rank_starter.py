@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import events, run_files, status
+from phalanx import events, run_files
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.rank_process import RankProcess, new_rank_process
 from phalanx.launch.output.console import Console
@@ -34,10 +34,8 @@ class RankStarter:
         spec = self.spec
         run = self.directory.name if spec.run_id == "none" else spec.run_id
         for place in places:
-            # What an earlier attempt has written would be taken for this one's until it has written its own.
-            for path in (events.error_path(self.directory, place.rank), status.status_path(self.directory, place.rank)):
-                with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
-                    run_files.remove(path)
+            if attempt:
+                self._remove_old_files(place.rank)
             member = new_rank_process(
                 spec, place, self.directory, attempt, self.console, self.pipes.resume, self.complain
             )
@@ -45,6 +43,14 @@ class RankStarter:
             cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method, cpus)
             self._start(watch, member, worker)
+
+    def _remove_old_files(self, rank: int) -> None:
+        """What an earlier attempt has written would be taken for this one's until it has written its own."""
+        from phalanx.status import status_path
+
+        for path in (events.error_path(self.directory, rank), status_path(self.directory, rank)):
+            with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
+                run_files.remove(path)
 
     def _start(self, watch: AttemptRun, member: RankProcess, worker: WorkerSpec) -> None:
         stdin = _standard_input()

@@ -7,14 +7,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx import events, messages
 from phalanx.errors import LaunchError
-from phalanx.failure import failure_text
-from phalanx.failure.root_cause import Verdict
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.run_records import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile
 from phalanx.source_lines import shorten_path
+
+if TYPE_CHECKING:
+    from phalanx.failure.root_cause import Verdict
 
 
 class RunRecord:
@@ -114,6 +116,8 @@ class RunRecord:
     def failure_block(self, verdict: Verdict, world_size: int, attempts: int, elsewhere: str | None) -> list[str]:
         """For the console. ``elsewhere``: the run directory of the node where the cause was, if it is another one."""
         log = events.log_path(Path(elsewhere) if elsewhere else self._directory, verdict.cause.rank)
+        from phalanx.failure import failure_text
+
         return failure_text.failure_block(
             verdict,
             world_size=world_size,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from phalanx import messages, secret
 from phalanx.errors import JoinError
+from phalanx.launch.multinode import RunOver
 from phalanx.launch.multinode.elastic_state import SealedBackend
 from phalanx.launch.multinode.protocol import NodeInfo, Terms
-from phalanx.launch.multinode.single_node import RunOver
 from phalanx.torch_compat import elastic as torch_elastic
 
 if TYPE_CHECKING:

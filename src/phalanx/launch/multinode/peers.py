@@ -14,9 +14,8 @@ from phalanx import secret
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.events import Ending
 from phalanx.fd_channel import Channel
-from phalanx.launch.multinode import protocol
+from phalanx.launch.multinode import Loop, Note, RunOver, protocol
 from phalanx.launch.multinode.protocol import NodeInfo, Terms
-from phalanx.launch.multinode.single_node import Loop, Note, RunOver
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
 from phalanx.launch.spec.network import Route
 from phalanx.watchdog.exchange import Exchange, Topic

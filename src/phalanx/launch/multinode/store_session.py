@@ -22,12 +22,11 @@ from phalanx import run_files
 from phalanx.errors import JoinError, PhalanxError
 from phalanx.events import KEEPER_LOG, Ending
 from phalanx.fd_channel import Channel
-from phalanx.launch.multinode import protocol, rendezvous
+from phalanx.launch.multinode import RunOver, protocol, rendezvous
 from phalanx.launch.multinode.elastic import ElasticRendezvous
 from phalanx.launch.multinode.hub import Hub
 from phalanx.launch.multinode.links import SILENCE, Cut, Spoke
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, NodesMissing, Order, Terms
-from phalanx.launch.multinode.single_node import RunOver
 from phalanx.store import tcp_store
 
 if TYPE_CHECKING:

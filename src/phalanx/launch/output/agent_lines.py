@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.console import Console
+
+if TYPE_CHECKING:
+    from phalanx.launch.output.wire_protocol import Topic
 
 
 class AgentLines:
@@ -17,11 +20,16 @@ class AgentLines:
     def drained(self) -> None:
         """The console has written it; nothing waits for that."""
 
-    def say(self, lines: Sequence[str], topic: wire_protocol.Topic = "") -> None:
-        """``topic``: see `wire.spoken`."""
-        self._console.put(
-            self, self._console.err, wire_protocol.agent_line(lines, topic, self._node), on_a_new_line=True
-        )
+    def say(self, lines: Sequence[str], topic: Topic = "") -> None:
+        """Prints the lines here, or has the conductor print them. ``topic``: see `wire_protocol.Said`."""
+        text = "\n".join(lines)
+        if self._node is None:
+            data = f"phalanx: {text}\n".encode(errors="replace")
+        else:
+            from phalanx.launch.output.wire_protocol import Said, marked  # not needed without a conductor
+
+            data = marked(Said(text, topic), self._node)
+        self._console.put(self, self._console.err, data, on_a_new_line=True)
 
     def say_one(self, text: str) -> None:
         self.say([text])

@@ -8,7 +8,7 @@ whatever else the ranks print, it is only ever a line of theirs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from phalanx import messages
@@ -83,10 +83,11 @@ class Ended(Message, frozen=True):
 
 
 class Said(Message, frozen=True):
-    """Lines for the console, with what they are about: see `spoken`."""
+    """Lines for the console, which the conductor gets from every node."""
 
     text: Text
     topic: Topic
+    """``announce``, ``signal`` (obeying one), ``cause`` and ``verdict`` (why the run ends), or none."""
 
 
 FromRemote = Hello | Refused | Ended | Said
@@ -101,17 +102,6 @@ def marked(message: Hello | Refused | Ended | Said, node: str) -> bytes:
     """Towards the conductor, from the node of this name."""
     number = next(_numbers)
     return b"%s%d:%s\n" % (MARK, number, messages.seal(node, number, messages.encode(message)))
-
-
-def agent_line(lines: Sequence[str], topic: Topic, node: str | None) -> bytes:
-    """What an agent says: to the person before the console, or to the conductor, which hears it from every node.
-
-    Topics: ``announce``, ``signal`` (obeying one), ``cause`` and ``verdict`` (why the run ends), or none.
-    """
-    text = "\n".join(lines)
-    if node is not None:
-        return marked(Said(text, topic), node)
-    return f"phalanx: {text}\n".encode(errors="replace")
 
 
 class Inbox:

@@ -67,7 +67,7 @@ def report_thread_deaths(tell: Callable[[Mapping[str, str]], object]) -> None:
 
 
 def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
-    """As diagnose.rank_record.ThreadDeath has it."""
+    """The fields of an `events.ThreadDeath`."""
     lines = [line for line in traceback.extract_tb(args.exc_traceback) if is_users(line.filename, program_package())]
     try:
         message = (str(args.exc_value).strip().splitlines() or [""])[0]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from phalanx.errors import LaunchError
-from phalanx.launch.process import process_tree
 from phalanx.system import procfs
 
 KILL_SECONDS = 3.0
@@ -85,6 +84,8 @@ def end_with(
         spared: processes of the run that stay.
         workers: those that it has started, for the shared memory that they may have left.
     """
+    from phalanx.launch.process import process_tree  # only needed when something has gone wrong
+
     below = procfs.descendants(zygote.pid) if zygote.poll() is None else set()
     zygote.kill()
 

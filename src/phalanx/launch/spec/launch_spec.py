@@ -11,6 +11,7 @@ from phalanx.system.ports import LOOPBACK
 
 ProgramKind = Literal["script", "module", "path", "command", "function"]
 START_METHODS = ("auto", "fork", "exec")
+NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 LAST_CALL = 10.0
 MOST_PROCESSES, MOST_NODES = 10_000, 100_000
 """Of one node, and of a run. More is a slip of the keyboard, and would only fail later."""
@@ -104,7 +105,7 @@ class LaunchSpec(Record, frozen=True):
     """What CUDA_VISIBLE_DEVICES will say; None leaves it as it is."""
     virtual_local_rank: bool = False
     numa_binding: str | None = None
-    """One of `numa.MODES`."""
+    """One of `NUMA_BINDINGS`."""
     cpus: tuple[tuple[int, ...], ...] | None = None
     """The CPUs of each local rank, by ``numa_binding``; None: those of the launcher."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

@@ -8,7 +8,6 @@ from pathlib import Path
 from phalanx.errors import UsageError
 from phalanx.launch.spec import device_count
 
-MODES = ("node", "socket", "exclusive", "core-complex")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 
