@@ -1,4 +1,4 @@
-"""A script with a mistake on one rank: see how a run ends that fails.
+"""A script with a mistake on one rank, to show how a failed run ends.
 
 phalanx run --nproc-per-node 4 examples/broken.py
 """

@@ -1,13 +1,13 @@
-"""Handwritten digits on several processes, with a receipt at the end: every sample seen once, all replicas equal.
+"""Trains on handwritten digits on several processes and prints a receipt: every sample seen once, replicas equal.
 
     phalanx run --nproc-per-node 2 examples/digits.py
     python examples/digits.py
 
-The data are the 1,797 scans of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. The batch is that of
-all ranks together, and the order does not depend on their number, so the second command trains the same model. The
-first one does that too, at the end, to show it.
+The data are the 1,797 scans of 8 x 8 pixels that come with scikit-learn; nothing is downloaded. --batch-size counts the
+samples of all ranks together, and the order does not depend on the number of ranks, so the second command trains the
+same model. The first command also trains it in one process at the end and compares the weights.
 
-With --checkpoints it survives whatever kills its ranks, and --kill does so on purpose:
+With --checkpoints the run survives the death of its ranks; --kill kills some on purpose:
 
     phalanx run --nproc-per-node 4 --max-restarts 2 examples/digits.py --checkpoints DIR --kill 1@70 --kill 3@150
 """
@@ -59,7 +59,7 @@ def rank_and_step(text: str) -> tuple[int, int]:
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Pixels, labels, and each sample's number, from which the receipt is made."""
+    """Returns the data for training and test. Training samples carry their number, for the receipt."""
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     labels = torch.tensor(digits)
@@ -84,12 +84,12 @@ def make_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer,
 
 
 class Ledger:
-    """Which samples of which epochs went into the weights, on all ranks together. It is saved with them."""
+    """Counts how often each sample of each epoch was used, on all ranks together. It is saved with the weights."""
 
     def __init__(self, epochs: int) -> None:
         self.total = torch.zeros(epochs * TRAIN, dtype=torch.int32)
         self.own = torch.zeros_like(self.total)
-        """What this rank has seen since the last time they were added up."""
+        """The counts of this rank since the last `add_up`."""
 
     def note(self, epoch: int, numbers: Tensor) -> None:
         self.own[numbers.cpu() + epoch * TRAIN] += 1
@@ -149,7 +149,7 @@ def kill_in_this_attempt(kills: list[tuple[int, int]]) -> tuple[int, int] | None
 
 
 def evaluate(model: nn.Module, data: TensorDataset, world: px.World) -> float:
-    """The share of right answers. Exact: no sample of the test is counted twice, whatever the number of ranks."""
+    """Returns the exact accuracy: every test sample is counted once, whatever the number of ranks."""
     loader = DataLoader(data, batch_size=128, sampler=px.ShardSampler(data, shuffle=False, uneven="exact"))
     correct = px.Mean()
     model.eval()
@@ -161,7 +161,7 @@ def evaluate(model: nn.Module, data: TensorDataset, world: px.World) -> float:
 
 
 def fit_alone(data: TensorDataset, epochs: int, batch: int) -> nn.Module:
-    """The same training in this process alone, with nothing of phalanx but the order of the samples."""
+    """Trains the same model in this process alone; of phalanx it uses only the order of the samples."""
     model = make_model()
     sampler = px.ShardSampler(data, num_replicas=1, rank=0, seed=1)
     loader = DataLoader(data, batch_size=batch, sampler=sampler)
@@ -185,7 +185,7 @@ def gather(value: object, world: px.World) -> list:
 
 
 def checksum(model: nn.Module) -> str:
-    """Of all bits of all parameters."""
+    """Returns a checksum of all bits of all parameters."""
     import hashlib
 
     parts = [parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters()]

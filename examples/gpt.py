@@ -1,9 +1,9 @@
-"""A small GPT that learns to write Python from the source of Python's own standard library: on every machine.
+"""A small GPT that learns to write Python from the source of Python's standard library, which every machine has.
 
     phalanx run --nproc-per-node 2 examples/gpt.py --steps 200
     python examples/gpt.py --steps 200
 
-It shows mixed precision, gradient accumulation, clipping, and where checkpoints will be written.
+It shows mixed precision, gradient accumulation, clipping, and where to save a checkpoint.
 """
 
 import argparse
@@ -30,29 +30,29 @@ def main() -> None:
     with px.init(seed=0) as world:
         data = Source(args.context)
         model = GPT(len(data.characters), args.context, args.width, args.layers).to(world.device)
-        px.print(f"{len(data):,} places to begin at, {sum(p.numel() for p in model.parameters()):,} parameters")
+        px.print(f"{len(data):,} starting positions, {sum(p.numel() for p in model.parameters()):,} parameters")
         wrapped = px.data_parallel(model)
         fit(world, wrapped, data, args)
         px.print(sample(model, data, "def ", 80, world))
 
 
 class Source(Dataset):
-    """Every place in the text of the standard library's top-level modules, with what follows it."""
+    """One sample for each position in the text of the standard library's top-level modules: the text from there."""
 
     def __init__(self, context: int, characters: int = 1_000_000) -> None:
         directory = Path(sysconfig.get_paths()["stdlib"])
         texts = [path.read_text(encoding="utf-8", errors="ignore") for path in sorted(directory.glob("*.py"))]
         text = "".join(character for character in "\n".join(texts)[:characters] if character.isascii())
         self.characters = sorted(set(text))
-        places = {character: place for place, character in enumerate(self.characters)}
-        self._text = torch.tensor([places[character] for character in text])
+        codes = {character: code for code, character in enumerate(self.characters)}
+        self._text = torch.tensor([codes[character] for character in text])
         self._context = context
 
     def __len__(self) -> int:
         return len(self._text) - self._context
 
-    def __getitem__(self, place: int) -> tuple[Tensor, Tensor]:
-        piece = self._text[place : place + self._context + 1]
+    def __getitem__(self, position: int) -> tuple[Tensor, Tensor]:
+        piece = self._text[position : position + self._context + 1]
         return piece[:-1], piece[1:]
 
     def encode(self, text: str) -> Tensor:
@@ -83,13 +83,13 @@ class GPT(nn.Module):
     def __init__(self, characters: int, context: int, width: int, layers: int) -> None:
         super().__init__()
         self.context = context
-        self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(context, width)
+        self.characters, self.positions = nn.Embedding(characters, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
         self.last, self.head = nn.LayerNorm(width), nn.Linear(width, characters)
 
     def forward(self, codes: Tensor) -> Tensor:
-        places = torch.arange(codes.shape[1], device=codes.device)
-        return self.head(self.last(self.blocks(self.characters(codes) + self.places(places))))
+        positions = torch.arange(codes.shape[1], device=codes.device)
+        return self.head(self.last(self.blocks(self.characters(codes) + self.positions(positions))))
 
 
 def fit(world: px.World, model: nn.Module, data: Source, args: argparse.Namespace) -> None:
@@ -111,15 +111,15 @@ def fit(world: px.World, model: nn.Module, data: Source, args: argparse.Namespac
         last.reset()
         last.update(loss)
         done += 1
-        # A checkpoint of model, optimizer and sampler belongs here.
+        # Save a checkpoint of model, optimizer and sampler here.
         if done == args.steps:
             break
-    value = last.compute()  # on every rank, for all take part
+    value = last.compute()  # a collective: every rank must call it
     px.print(f"{done} steps, loss of the last batch {value:.3f}")
 
 
 def sample(model: GPT, data: Source, beginning: str, length: int, world: px.World) -> str:
-    """What the model writes after ``beginning``, always the likeliest character."""
+    """Returns ``beginning`` and what the model writes after it, always the likeliest character."""
     codes = data.encode(beginning).to(world.device)
     model.eval()
     with torch.no_grad():

@@ -1,9 +1,9 @@
-"""A script as it was written for torch.distributed.launch: it knows torch alone, and takes --local_rank.
+"""A script for torch.distributed.launch: it uses only torch, and takes --local_rank.
 
     python -m phalanx.launch --nproc_per_node=4 examples/launch_style.py
     python -m torch.distributed.launch --nproc_per_node=4 examples/launch_style.py
 
-Nothing in it is phalanx's: any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT can start it.
+It does not use phalanx: any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT can start it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    # The launchers of torch 1 give --local_rank, those of torch 2 --local-rank, and torchrun the variable alone.
+    # The launcher of torch 1 passes --local_rank, that of torch 2 --local-rank; torchrun sets only the variable.
     parser.add_argument("--local_rank", "--local-rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
@@ -59,8 +59,8 @@ def main() -> None:
     equal = replicas_equal(model)
     if rank == 0:
         print(f"replicas equal: {equal}", flush=True)
-    # Before the group, not after it: a wrapped model that goes last ends the group's threads while it keeps Python from
-    # running, and one of these may be waiting for Python.
+    # Delete the DDP model before the group: deleted last, it would join the group's threads while it holds the GIL, and
+    # one of these threads may be waiting for the GIL.
     del model
     dist.destroy_process_group()
     if not equal:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def replicas_equal(model: nn.Module) -> bool:
-    """Whether all ranks hold the same parameters, to the last bit. Every rank finds out for itself."""
+    """Returns, on every rank, whether all ranks hold the same parameters to the last bit."""
     mine = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, mine)

@@ -1,4 +1,4 @@
-"""MNIST from its own files, on several processes.
+"""Trains on MNIST's own files, on several processes.
 
     phalanx run --nproc-per-node 2 examples/mnist.py --data DIRECTORY
     python examples/mnist.py --data DIRECTORY
@@ -37,7 +37,7 @@ def load(directory: Path, part: str) -> TensorDataset:
 
 
 def read_idx(directory: Path, name: str) -> Tensor:
-    """An IDX file: two zero bytes, the type (8: bytes), the number of dimensions, their sizes, the bytes."""
+    """Reads an IDX file: two zero bytes, the type (8: bytes), the number of dimensions, their sizes, the bytes."""
     path = next((path for path in (directory / name, directory / f"{name}.gz") if path.exists()), None)
     if path is None:
         raise SystemExit(f"{directory} has neither {name} nor {name}.gz; --data must name the directory of the files.")

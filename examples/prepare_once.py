@@ -1,9 +1,9 @@
-"""Data that is prepared once: rank 0 goes first and writes the file, the others then find it.
+"""Prepares data once: rank 0 runs first and writes the file, then the others read it.
 
     phalanx run --nproc-per-node 4 examples/prepare_once.py --data prepared
 
-Started a second time, rank 0 finds it too. If the directory lies on a disk of each machine's own, rank 0's file is not
-there for the others: px.rank_zero_first(local=True) lets one rank of each machine go first.
+In a second run the file exists already. If each machine has its own disk, the other machines do not see rank 0's file:
+with px.rank_zero_first(local=True) one rank of each machine runs first.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import phalanx as px
 
 
 def prepare(directory: Path, rank: int) -> Path:
-    """The file of the dataset, which is written if it is not there."""
+    """Returns the file of the dataset, and writes it if it does not exist."""
     path = directory / "dataset.pt"
     if path.exists():
         print(f"rank {rank} finds it prepared")
@@ -26,7 +26,7 @@ def prepare(directory: Path, rank: int) -> Path:
     generator = torch.Generator().manual_seed(0)
     unfinished = path.with_suffix(".unfinished")
     torch.save({"inputs": torch.randn(1000, 8, generator=generator)}, unfinished)
-    unfinished.rename(path)  # there at once and whole, or not at all, even if this process is killed
+    unfinished.rename(path)  # the file is complete or does not exist, even if this process is killed
     return path
 
 

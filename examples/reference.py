@@ -1,12 +1,12 @@
 """The reference experiment: 4,096 random samples, one dense layer, batches of 32 on each rank.
 
-On 4 ranks an epoch is 32 steps for each: 32 × 32 × 4 = 4096. It can be started in three ways:
+On 4 ranks an epoch has 32 steps on each: 32 × 32 × 4 = 4096. It can be started in three ways:
 
     phalanx run --nproc-per-node 4 examples/reference.py
     python -m phalanx.launch --nproc_per_node=4 examples/reference.py
     python examples/reference.py --spawn 4
 
-and as `python examples/reference.py`, which is a world of one, with 128 steps.
+`python examples/reference.py` runs it alone, as a world of one with 128 steps.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--max_epochs", "--max-epochs", type=int, default=2)
     parser.add_argument("--batch_size", "--batch-size", type=int, default=32, help="of each rank")
     parser.add_argument("--spawn", type=int, metavar="N", help="start N processes from here, without a launcher")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="given by phalanx.launch; px.init() knows it")
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help="given by phalanx.launch; px.init() finds it itself"
+    )
     args = parser.parse_args()
     if args.spawn:
         px.spawn(spawned, args=(args.max_epochs, args.batch_size), nprocs=args.spawn)
@@ -34,13 +36,13 @@ def main() -> None:
 
 
 def spawned(rank: int, epochs: int, batch_size: int) -> None:
-    """What px.spawn calls on every rank. The rank is in the environment too, where px.init() finds it."""
+    """Runs on every rank of px.spawn. px.init() finds the rank in the environment."""
     train(epochs, batch_size)
 
 
 def train(epochs: int, batch_size: int) -> None:
     with px.init(seed=0) as world:
-        fit(world, epochs, batch_size)  # in a function of its own, so that the model goes before the group does
+        fit(world, epochs, batch_size)  # in a function, so that the model is deleted before the group
 
 
 def fit(world: px.World, epochs: int, batch_size: int) -> None:
@@ -50,7 +52,7 @@ def fit(world: px.World, epochs: int, batch_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     who = f"GPU:{world.device.index}" if world.device.type == "cuda" else f"Rank {world.rank}"
     for epoch in range(epochs):
-        # The end of the line is written with it: spawned ranks share one output, and no launcher sorts their lines.
+        # One write with the end of the line: spawned ranks share one output, and no launcher separates their lines.
         print(f"{who} | Epoch {epoch} | Batchsize {batch_size} | Steps {len(loader)}\n", end="", flush=True)
         mean = px.Mean()
         for x, y in px.track(loader, epoch=epoch, device=world.device, quiet=True):
@@ -59,7 +61,7 @@ def fit(world: px.World, epochs: int, batch_size: int) -> None:
             loss.backward()
             optimizer.step()
             mean.update(loss, len(x))
-        value = mean.compute()  # over all ranks, so all of them take part
+        value = mean.compute()  # a collective: every rank must call it
         px.print(f"loss {value:.4f}")
 
 

@@ -1,9 +1,9 @@
-"""A model in two parts on two devices, and several such processes under DDP.
+"""A model in two parts on two devices, in several processes with DDP between them.
 
     phalanx run --nproc-per-node 2 examples/segmented.py
 
-With GPUs, each process takes two of them: on a machine with four GPUs two processes use all. Without GPUs both
-parts are on the CPU, and everything else is the same.
+With GPUs, each process uses two of them, so two processes use four GPUs. Without GPUs both parts are on the CPU, and
+everything else is the same.
 """
 
 import argparse
@@ -24,7 +24,7 @@ class TwoParts(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))  # what goes into a part is moved to its device
+        return self.decoder(self.encoder(x))  # the input of each part is moved to its device
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def fit(model: nn.Module, last: torch.device, epochs: int) -> None:
             optimizer.step()
             px.log(loss=loss)
             mean.update(loss, len(x))
-        value = mean.compute()  # on every rank, for all take part
+        value = mean.compute()  # a collective: every rank must call it
         px.print(f"epoch {epoch}: loss {value:.4f}")
 
 

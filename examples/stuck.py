@@ -1,4 +1,4 @@
-"""A script that hangs on one rank: see what is said about it.
+"""A script that hangs on one rank, to show what phalanx reports about it.
 
 phalanx run --nproc-per-node 4 --stall-after 3 --on-stall kill examples/stuck.py
 """
@@ -13,7 +13,7 @@ import phalanx as px
 
 
 class Samples(Dataset):
-    """Somewhere among them is one that takes for ever."""
+    """Samples, one of which takes forever to load."""
 
     def __len__(self) -> int:
         return 64

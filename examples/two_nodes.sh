@@ -1,6 +1,6 @@
 #!/bin/sh
-# The reference experiment on two machines, 2 processes on each: one command is typed on each machine.
-# Here both machines are made of network namespaces on this one, which takes root. Arguments go to the script.
+# The reference experiment on two machines, with 2 processes on each, started by one command on each machine.
+# Both machines are simulated with network namespaces on this one, which needs root. Arguments are passed to the script.
 cd "$(dirname "$0")/.." || exit
 exec "${PYTHON:-python3}" - "$@" <<'END'
 import sys

@@ -2,7 +2,7 @@
 
     phalanx run --nproc-per-node 4 examples/comm/all_gather.py
 
-All ranks must bring tensors of the same shape; all_gather_object has no such rule.
+The tensors of all ranks must have the same shape; all_gather_object has no such rule.
 """
 
 import torch
@@ -22,7 +22,7 @@ with px.init() as world:
     dist.all_gather(as_list, mine)
     show(world, "after, a list", as_list)
 
-    # One tensor, with the ranks one after the other along the first dimension: nothing is copied into place later.
+    # One tensor, with the ranks one after the other along the first dimension: this saves a copy.
     as_tensor = torch.zeros(world.size * len(mine), dtype=mine.dtype, device=world.device)
     all_gather_single(as_tensor, mine)
     show(world, "after, a tensor", as_tensor)

@@ -1,8 +1,8 @@
-"""All-reduce: as reduce, but every rank gets the result. Here the sum, the maximum and the mean.
+"""All-reduce: like reduce, but every rank gets the result. Shown for the sum, the maximum and the mean.
 
     phalanx run --nproc-per-node 4 examples/comm/all_reduce.py
 
-This is what keeps data-parallel replicas alike: their gradients are averaged so after every backward.
+This keeps data-parallel replicas equal: it averages their gradients after every backward.
 """
 
 import torch
@@ -24,5 +24,5 @@ with px.init() as world:
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     show(world, "after MAX", largest)
 
-    # nccl has ReduceOp.AVG, gloo has not; the sum divided by the size is right with both.
+    # gloo has no ReduceOp.AVG; the sum divided by the size works with every backend.
     show(world, "mean", total / world.size)

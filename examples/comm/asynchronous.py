@@ -1,8 +1,8 @@
-"""Collectives without waiting: async_op=True starts one and returns its handle; `wait` is where its result is needed.
+"""Asynchronous collectives: async_op=True starts one and returns a handle; call `wait` before you use the result.
 
     phalanx run --nproc-per-node 4 examples/comm/asynchronous.py
 
-DistributedDataParallel hides its communication so, behind the rest of the backward.
+DistributedDataParallel overlaps its communication with the rest of the backward in this way.
 """
 
 import torch
@@ -19,7 +19,7 @@ with px.init() as world:
     for name, value in (("all_reduce", total), ("broadcast", shared), ("all_gather", everybody)):
         show(world, f"before {name}", value)
 
-    # All three are under way together. Every rank must start them in the same order: that is how they find each other.
+    # All three run at the same time. Every rank must start them in the same order, because they are matched by order.
     under_way = [
         dist.all_reduce(total, async_op=True),
         dist.broadcast(shared, src=world.size - 1, async_op=True),

@@ -1,8 +1,8 @@
-"""Broadcast: all ranks get the tensor of one of them, here of the last.
+"""Broadcast: all ranks get the tensor of one of them, here of the last rank.
 
     phalanx run --nproc-per-node 4 examples/comm/broadcast.py
 
-DistributedDataParallel does this with rank 0's parameters when it is made: hence all replicas start alike.
+DistributedDataParallel broadcasts rank 0's parameters when it is created, so all replicas start equal.
 """
 
 import torch

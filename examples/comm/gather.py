@@ -2,7 +2,7 @@
 
     phalanx run --nproc-per-node 4 examples/comm/gather.py
 
-Rank 0 must have room for all of it; where a sum is enough, reduce needs the room of one tensor.
+Rank 0 needs memory for the tensors of all ranks; if a sum is enough, reduce needs memory for one tensor.
 """
 
 import torch
@@ -15,8 +15,8 @@ with px.init() as world:
     mine = torch.tensor([world.rank, world.rank * world.rank], device=world.device)
     show(world, "before", mine)
 
-    # Only the receiver makes room, one place for each rank; the others pass None.
-    places = [torch.zeros_like(mine) for _ in range(world.size)] if world.is_main else None
-    dist.gather(mine, places, dst=0)
+    # Only the receiver allocates tensors, one for each rank; the others pass None.
+    gathered = [torch.zeros_like(mine) for _ in range(world.size)] if world.is_main else None
+    dist.gather(mine, gathered, dst=0)
 
-    show(world, "after", places)
+    show(world, "after", gathered)

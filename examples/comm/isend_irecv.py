@@ -1,8 +1,8 @@
-"""Point-to-point without waiting: isend and irecv return at once, and `wait` is where the rank waits.
+"""Asynchronous point-to-point: isend and irecv return at once; `wait` waits until the tensor is sent or received.
 
     phalanx run --nproc-per-node 4 examples/comm/isend_irecv.py
 
-First along a line, rank 0 to rank 1, 1 to 2 and so on; then round a ring, where all send and receive at once.
+First along a line, rank 0 to rank 1, 1 to 2 and so on; then in a ring, where all send and receive at once.
 """
 
 import torch
@@ -23,15 +23,15 @@ with px.init() as world:
         under_way.append(dist.irecv(got, src=previous))
     if world.rank < world.size - 1:
         under_way.append(dist.isend(mine, dst=following))
-    # Here is time to compute something, but not with `got`, nor may `mine` be changed: both are in use until wait().
+    # You can compute something here, but do not read `got` and do not change `mine`: both are in use until wait().
     for work in under_way:
         if work is not None:  # None is for a rank outside the group
             work.wait()
     show(world, "after the line", got)
 
-    mine += 1  # free again
-    # In a ring everybody sends and receives. As one batch it cannot lock up; one by one, nccl would do the isend first
-    # on every rank, and then no rank would come to its irecv.
+    mine += 1  # may be changed again
+    # In a ring every rank sends and receives. As one batch this cannot deadlock; one by one, nccl would run the isend
+    # first on every rank, and no rank would get to its irecv.
     ring = [dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, got, previous)]
     for work in dist.batch_isend_irecv(ring):
         work.wait()

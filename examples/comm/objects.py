@@ -1,9 +1,9 @@
-"""Python objects instead of tensors: broadcast, all-gather, gather and scatter of whatever can be pickled.
+"""Broadcast, all-gather, gather and scatter of Python objects: anything that can be pickled.
 
     phalanx run --nproc-per-node 4 examples/comm/objects.py
 
-For settings and results, not for training steps: every object is pickled and sent in two messages. Unpickling runs
-code that the sender chooses, so use it among ranks that trust each other.
+Use it for settings and results, not in training steps: every object is pickled and sent in two messages. Unpickling
+runs code that the sender chooses, so use it only among ranks that trust each other.
 """
 
 from typing import Any

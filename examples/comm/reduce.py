@@ -2,7 +2,7 @@
 
     phalanx run --nproc-per-node 4 examples/comm/reduce.py
 
-Besides SUM there are MIN, MAX and PRODUCT, and with nccl AVG.
+Besides SUM there are MIN, MAX and PRODUCT, and AVG with nccl and shm.
 """
 
 import torch
@@ -17,5 +17,5 @@ with px.init() as world:
 
     dist.reduce(values, dst=0, op=dist.ReduceOp.SUM)
 
-    # On the way the tensors of the others may serve for partial sums. What is left in them means nothing.
+    # The tensors of the other ranks may hold partial sums afterwards; do not use them.
     show(world, "after", values if world.is_main else "nothing to rely on; the sum is on rank 0")

@@ -2,7 +2,7 @@
 
     phalanx run --nproc-per-node 4 examples/comm/reduce_scatter.py
 
-With all_gather after it, it would be an all_reduce. Sharded training stops half-way: each rank needs its part only.
+Followed by all_gather it is an all_reduce. Sharded training needs only the first half: each rank keeps its part.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Scatter: rank 0 has one piece for each rank and deals them out.
+"""Scatter: rank 0 has one piece for each rank and sends it to that rank.
 
     phalanx run --nproc-per-node 4 examples/comm/scatter.py
 
-What it deals out may be anything that exists in one place at first, such as parts of a file that rank 0 has read.
+Use it for data that only one rank has, such as parts of a file that rank 0 has read.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Blocking point-to-point: a tensor goes round through all ranks, and each adds its number before it sends it on.
+"""Blocking point-to-point: a tensor is sent from rank to rank in a ring, and each rank adds its number to it.
 
     phalanx run --nproc-per-node 4 examples/comm/send_recv.py
 
@@ -17,10 +17,10 @@ with px.init() as world:
     token = torch.full((2,), 100 if world.is_main else 0, device=world.device)
     show(world, "before", token)
 
-    # Somebody has to begin with send: if all began with recv, all would wait for ever.
+    # One rank has to begin with send: if all began with recv, all would wait forever.
     if world.is_main:
         dist.send(token, dst=following)
-        dist.recv(token, src=previous)  # it has been everywhere now
+        dist.recv(token, src=previous)  # it has visited all ranks now
     else:
         dist.recv(token, src=previous)
         token += world.rank

@@ -1,7 +1,7 @@
-"""What the examples beside this file print with: one line, what this rank holds at some moment.
+"""Prints what a rank holds at some moment, in one line, for the examples in this directory.
 
-The ranks print at the same time, so the lines of different ranks may come in any order. Those of one rank keep theirs;
-to read rank after rank: phalanx run --nproc-per-node 4 examples/comm/scatter.py | sort -sk2,2
+The ranks print at the same time, so their lines may come in any order; those of one rank stay in order. To sort them by
+rank: phalanx run --nproc-per-node 4 examples/comm/scatter.py | sort -sk2,2
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ def show(world: px.World, moment: str, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as lists, also within a list: shorter to read, and the same on every device."""
+    """Converts tensors to lists, also within a list, so that they print the same on every device."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list):
