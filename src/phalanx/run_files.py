@@ -1,4 +1,4 @@
-"""Opening the files of a run directory, wherever that lies and whoever can write around it.
+"""The run directory and its files, opened safely wherever it is and whoever else can write there.
 
 A directory of runs may belong to somebody else, or be open to all. So nothing is opened by its whole path: the run
 directory is opened first, it has to be this user's and no link, and its files are opened from there, never through a
@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from phalanx.errors import LaunchError
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
-MOST_BYTES = 256 << 20
-"""Of one file that is read whole: far more than any run writes, and no danger to memory whoever wrote it."""
-_OTHERS = "it belongs to another user (uid {}), who can replace what is written there"
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _NO_LINK
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
+_OTHERS = "it belongs to another user (uid {}), who can replace what is written there"
+MOST_BYTES = 256 << 20
+"""The largest file that is read whole: far more than any run writes, and harmless to memory whoever wrote it."""
 
 
 def open_file(path: Path, flags: int, directory: Path | None = None) -> int:
@@ -30,26 +36,23 @@ def open_file(path: Path, flags: int, directory: Path | None = None) -> int:
     *parents, name = path.relative_to(directory).parts
     if flags & os.O_CREAT:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it meanwhile
-    at = open_own(directory)
-    try:
+    with contextlib.ExitStack() as stack:
+        at = stack.enter_context(_opened(directory))
         for parent in parents:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(parent, 0o700, dir_fd=at)
-            outer, at = at, os.open(parent, _DIRECTORY | _NO_LINK, dir_fd=at)
-            os.close(outer)
+            at = os.open(parent, _DIRECTORY | _NO_LINK, dir_fd=at)
+            stack.callback(os.close, at)
         return os.open(name, flags | _NO_LINK, 0o600, dir_fd=at)
-    finally:
-        os.close(at)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: written aside, then renamed."""
+    """Writes a file whole or not at all: aside, then renamed."""
     aside = f".{path.name}-{os.getpid()}"
-    at = open_own(path.parent)
-    try:
+    with _opened(path.parent) as at:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(aside, dir_fd=at)  # of a process that was killed, and had this pid
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=at)
+            os.unlink(aside, dir_fd=at)  # left by a process that was killed and had this pid
+        fd = os.open(aside, _NEW, 0o600, dir_fd=at)
         try:
             with os.fdopen(fd, "w") as file:
                 file.write(text)
@@ -57,22 +60,16 @@ def write_whole(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(aside, dir_fd=at)
             raise
-    finally:
-        os.close(at)
 
 
 def remove(path: Path) -> None:
-    """A file of a run directory, if it is there."""
-    at = open_own(path.parent)
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path.name, dir_fd=at)
-    finally:
-        os.close(at)
+    """Removes a file of a run directory, if it is there."""
+    with _opened(path.parent) as at, contextlib.suppress(FileNotFoundError):
+        os.unlink(path.name, dir_fd=at)
 
 
 def open_own(directory: Path) -> int:
-    """A directory that has to be this user's, and no link."""
+    """Opens a directory, which has to be this user's and no link."""
     at = os.open(directory, _DIRECTORY | _NO_LINK)
     if _is_own(at):
         return at
@@ -81,8 +78,17 @@ def open_own(directory: Path) -> int:
     raise PermissionError(errno.EPERM, _OTHERS.format(owner), str(directory))
 
 
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    at = open_own(directory)
+    try:
+        yield at
+    finally:
+        os.close(at)
+
+
 def open_to_read(path: Path, flags: int = 0) -> int:
-    """Raises OSError for everything that is no plain file."""
+    """Opens a plain file; raises OSError for everything else."""
     try:
         fd = os.open(path, _READ | flags)
     except OSError as error:
@@ -104,15 +110,38 @@ def read(path: Path, begin: int = 0, most: int | None = None) -> bytes:
         return file.read(MOST_BYTES if most is None else most) or b""
 
 
-# ---- the directory of all runs
+# ---- a new run directory
 
 
-def open_base(base: Path) -> int:
-    """The directory of all runs, made if it is missing. One of another user, who could replace what is written there,
-    is refused; in one like /tmp, with the sticky bit, nobody else can.
+def new_run_id() -> str:
+    """A name that sorts by time: date, time and the agent's pid."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def new_run_directory(base: Path, run_id: str) -> Path:
+    """Makes ``base/run_id`` for this user alone; ``base/latest`` points at it."""
+    try:
+        at = _open_base(base)
+        try:
+            if not os.listdir(at):  # noqa: PTH208
+                _ignore_for_git(at)
+            name = _first_free(at, run_id)
+            _link_latest(at, name)
+        finally:
+            os.close(at)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot write the run directory {base / run_id}: {error.strerror}. Give another directory with --log-dir."
+        ) from None
+    return (base / name).absolute()
+
+
+def _open_base(base: Path) -> int:
+    """Opens the directory of all runs, made if it is missing. One of another user, who could replace what is written
+    there, is refused; in one like /tmp, with the sticky bit, nobody else can.
 
     One of root or of this user that all can write to is taken: volumes of Kubernetes and mounts of WSL are like that.
-    Who moves a run directory there gains nothing by it, since its files are opened from its own descriptor.
+    Moving a run directory there gains an attacker nothing, since its files are opened from its own descriptor.
     """
     base.mkdir(mode=0o755, parents=True, exist_ok=True)
     at = os.open(base, _DIRECTORY)
@@ -123,25 +152,42 @@ def open_base(base: Path) -> int:
     raise PermissionError(errno.EPERM, _OTHERS.format(found.st_uid), str(base))
 
 
-def point(base: int, name: str, link: str) -> None:
-    """Makes a link there, in place of an older one. Where that cannot be, there is none."""
-    aside = f".{link}-{os.getpid()}"
+def _ignore_for_git(base: int) -> None:
+    with (
+        contextlib.suppress(FileExistsError),  # another run has begun at the same moment
+        os.fdopen(os.open(".gitignore", _NEW, 0o666, dir_fd=base), "w") as file,
+    ):
+        file.write("*\n")
+
+
+def _first_free(base: int, run_id: str) -> str:
+    """Makes the directory. Two containers may share the base and have the same pid in the same second."""
+    for name in itertools.chain([run_id], (f"{run_id}-{number}" for number in range(1, 10_000))):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=base)
+            return name
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), run_id)
+
+
+def _link_latest(base: int, name: str) -> None:
+    """Makes the link ``latest``, in place of an older one, or none where that is not possible."""
+    aside = f".latest-{os.getpid()}"
     with contextlib.suppress(OSError):  # another user's, or a file system without links
         os.symlink(name, aside, dir_fd=base)
         try:
-            os.replace(aside, link, src_dir_fd=base, dst_dir_fd=base)
+            os.replace(aside, "latest", src_dir_fd=base, dst_dir_fd=base)
         except OSError:
             os.unlink(aside, dir_fd=base)
 
 
 def _is_own(at: int) -> bool:
-    """Some file systems give all that root writes to another user, so a new file says who we are there."""
+    """Some file systems give all that root writes to another user, so a new file shows which user we are there."""
     owner = os.fstat(at).st_uid
     if owner == os.geteuid():
         return True
     name = f".owner-{os.urandom(8).hex()}"
     try:
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o600, dir_fd=at)
+        fd = os.open(name, _NEW, 0o600, dir_fd=at)
     except OSError:
         return False
     try:

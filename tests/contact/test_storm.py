@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from phalanx.events import read_events
+from phalanx.diagnose.run_directory import read_events
 from tests.conftest import marked_processes, start
 
 SCRIPT = """

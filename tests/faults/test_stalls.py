@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import events
+from phalanx.diagnose.run_directory import read_events
 from phalanx.testing import virtual_nodes
 from tests.conftest import start, told
 
@@ -382,7 +383,7 @@ def test_a_hang_that_is_ended_is_a_failure_with_a_cause(runs: dict[str, Run], ba
     cause = run.report["hang"]
     assert lines[-1] == f"phalanx: {cause['headline']}"
     assert cause["ranks"] == [1]
-    log = events.read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)
+    log = read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)
     assert [each["event"] for each in log].count("stall") == len(blocks(run))
 
 
@@ -421,7 +422,7 @@ def test_a_rank_that_gives_up_ends_what_is_known_to_hang(runs: dict[str, Run], b
     last = told(run.err)[-1]
     assert last.startswith("phalanx: a hang: rank 1 sleeps at train.py:")
     assert re.search(r" while rank 0 waits in all_reduce #\d+; rank 0 has given up waiting$", last), last
-    log = events.read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)
+    log = read_events(run.directory / "runs/latest" / events.AGENT_EVENTS)
     given_up, stopped = (next(each["time"] for each in log if each["event"] == name) for name in ("exited", "stopping"))
     assert stopped - given_up < 5.0
 

@@ -19,8 +19,8 @@ import pytest
 from torch import nn
 
 import phalanx as px
-from phalanx import events, status
-from phalanx.run_records import RunFile
+from phalanx import events, run_files, status
+from phalanx.events import RunFile
 from tests.conftest import REPOSITORY, Outcome
 from tests.ranks.test_examples import EXPECTED
 
@@ -87,7 +87,7 @@ def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
         (tmp_path / "short.py").write_text("raise ValueError('to be told again')")
         assert run("phalanx run --start-method exec short.py", tmp_path).code == 1
     if command.startswith("phalanx inspect"):
-        directory = events.new_run_directory(tmp_path / "runs", "20260101-000000-1")
+        directory = run_files.new_run_directory(tmp_path / "runs", "20260101-000000-1")
         events.write_record(directory / events.RUN_FILE, RunFile(socket.gethostname(), time.time()))
         status.StatusPage(status.status_path(directory, 0))
     outcome = run(command, tmp_path)

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from phalanx import events, messages
-from phalanx.run_records import RunFile
+from phalanx.diagnose.run_directory import read_events
+from phalanx.events import RunFile
 from phalanx.system import cores
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port, read_terminal, start
 
@@ -85,7 +86,7 @@ def test_what_a_rank_reports_is_checked_by_the_agent(phalanx: Runner, script, la
     outcome = phalanx("run", *WITHOUT_TORCH, script(text), "caf\udce9")
     assert outcome.code == 1
     assert "ValueError: caf" in outcome.err
-    noted = events.read_events(latest / events.AGENT_EVENTS)
+    noted = read_events(latest / events.AGENT_EVENTS)
     (malformed,) = (event for event in noted if event["event"] == "malformed")
     assert malformed["text"].startswith(
         "the report of rank 0 holds what phalanx did not write there (Expected `object | null`"

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx import backends, torch_compat
+from phalanx.diagnose.run_directory import read_events
 from phalanx.errors import UsageError
-from phalanx.events import rank_events_path, read_events
+from phalanx.events import rank_events_path
 from tests.conftest import Runner, by_rank
 
 TRAINING = """

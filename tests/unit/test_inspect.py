@@ -15,8 +15,8 @@ import pytest
 from phalanx import cli, events, messages, status
 from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
-from phalanx.diagnose.rank_table import RankLook, Row, row
-from phalanx.run_records import HangRecord, ReportFile, RunFile
+from phalanx.diagnose.rank_table import RankSample, Row, row
+from phalanx.events import HangRecord, ReportFile, RunFile
 from phalanx.status import CodeLine, Collective, Status, Window, layout
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import Line, Thread
@@ -34,12 +34,12 @@ def seconds(**given: float) -> dict[str, float]:
     return {phase: given.get(phase, 0.0) for phase in status.PHASES}
 
 
-def look(at: float = NOW, rank: int = 0, is_alive: bool = True, cpu: float = 0.0, **fields: object) -> RankLook:
+def look(at: float = NOW, rank: int = 0, is_alive: bool = True, cpu: float = 0.0, **fields: object) -> RankSample:
     plain = Status(
         *(4711 + rank, rank, 3, NOW - 100, "forward", at, 0, 0, 0, 0, 0, 0, 0.0, seconds(), (), ()),
         blocked=seconds(),
     )
-    return RankLook(at, messages.replace(plain, **fields), OWN if is_alive else None, cpu)
+    return RankSample(at, messages.replace(plain, **fields), OWN if is_alive else None, cpu)
 
 
 def test_shares_and_paces_are_of_the_time_between_two_looks() -> None:
@@ -81,7 +81,7 @@ def test_a_rank_that_has_ended_or_has_not_been_in_its_loop() -> None:
     assert row(look(updates=900), look(NOW + 1, pid=1, updates=5, started_at=NOW)).pace == pytest.approx(5.0)
 
 
-def rows(*given: RankLook) -> list[Row]:
+def rows(*given: RankSample) -> list[Row]:
     return [row(dataclasses.replace(one, at=one.at - 1), one) for one in given]
 
 
@@ -104,8 +104,8 @@ def test_who_waits_for_whom_when_nobody_moves() -> None:
     assert rank_table.conclusion(rows(look(rank=0, **waiting), stopped), {}, 1.0).endswith(
         "waits in all_reduce #12 for rank 1 (stopped by a signal in forward; kill -CONT 4712 resumes it)"
     )
-    assert inspect_command._cells(row(stopped, stopped))[3] == "stopped"
-    assert inspect_command._waits(still) == [
+    assert rank_table._cells(row(stopped, stopped))[3] == "stopped"
+    assert rank_table.long_waits(still) == [
         "ranks 0, 2 wait since 30.0 s in all_reduce #12, 110 × float32, /home/ada/train.py:33"
     ]
 
@@ -137,7 +137,7 @@ def test_the_table_fits_on_a_hundred_columns() -> None:
         collectives=(long,),
         seconds=seconds(data=10, forward=10),
     )
-    table = inspect_command.table([row(look(rank=1023, pid=4194303), wide), row(look(), look())])
+    table = rank_table.table([row(look(rank=1023, pid=4194303), wide), row(look(), look())])
     assert max(map(len, table)) <= 100
     assert table[0].split() == ["rank", "pid", "step", "phase", "steps/s", *"data compute wait CPU memory in".split()]
     assert table[1].split()[:4] == ["1023", "4194303", "999/1234567", "checkpoint"]
@@ -158,8 +158,8 @@ def test_what_is_said_of_a_run_on_several_nodes_and_of_one_that_has_ended() -> N
         *("rank 0, innermost first:", "  /home/ada/train.py:7 in train: x = y"),
         *("rank 1: its stack is not known", "so"),
     ]
-    assert len(inspect_command.as_json(view)["ranks"]) == 2
-    assert json.loads(messages.indented(inspect_command.as_json(view)))["ranks"][0]["rank"] == 0
+    assert len(view.ranks) == 2
+    assert json.loads(messages.indented(view))["ranks"][0]["rank"] == 0
 
 
 @pytest.fixture

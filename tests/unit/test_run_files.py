@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import events, run_files
+from phalanx.diagnose import run_directory
 from phalanx.errors import LaunchError
 
 
@@ -49,15 +50,15 @@ def test_latest_leads_nowhere_else(tmp_path: Path) -> None:
     elsewhere.mkdir()
     (elsewhere / events.RUN_FILE).write_text("{}")
     base = tmp_path / "runs"
-    own = events.new_run_directory(base, "20260101-000000-1")
+    own = run_files.new_run_directory(base, "20260101-000000-1")
     (own / events.RUN_FILE).write_text("{}")
-    assert events.find_run(str(base)) == own
+    assert run_directory.find_run(str(base)) == own
     (base / "latest").unlink()
     (base / "latest").symlink_to(elsewhere)
-    assert events.find_run(str(base)) == own
+    assert run_directory.find_run(str(base)) == own
 
 
 def test_a_directory_of_runs_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     with pytest.raises(LaunchError, match=r"cannot write the run directory .*: File exists\. Give another place"):
-        events.new_run_directory(tmp_path / "runs", "x")
+        run_files.new_run_directory(tmp_path / "runs", "x")

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import events, messages
+from phalanx import events, messages, run_files
 from phalanx.diagnose import report_command, run_directory
 from phalanx.errors import UsageError
+from phalanx.events import HangRecord, ReportFile, RunFile
 from phalanx.launch.output.console import Console
-from phalanx.run_records import HangRecord, ReportFile, RunFile
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 
 
 def new_run(base: Path, name: str) -> Path:
-    directory = events.new_run_directory(base, name)
+    directory = run_files.new_run_directory(base, name)
     command = ("/bin/phalanx", "run", "a b.py")
     order = RunFile("node1", time.time() - 100.0, command=command, directory="/home/ada")
     events.write_record(directory / "run.json", order)
@@ -30,21 +30,21 @@ def new_run(base: Path, name: str) -> Path:
 def test_which_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="there is no run below runs; give the directory that"):
-        events.find_run(None, {})
+        run_directory.find_run(None, {})
     first, second = (new_run(tmp_path / "runs", name) for name in ("20260101-1", "20260102-2"))
-    assert events.find_run(None, {}).resolve() == second
-    assert events.find_run("20260101-1", {}).resolve() == first
-    assert events.find_run("runs/20260101-1", {}).resolve() == first
-    assert events.find_run("runs", {}).resolve() == second
-    assert events.find_run(str(first), {}) == first
+    assert run_directory.find_run(None, {}).resolve() == second
+    assert run_directory.find_run("20260101-1", {}).resolve() == first
+    assert run_directory.find_run("runs/20260101-1", {}).resolve() == first
+    assert run_directory.find_run("runs", {}).resolve() == second
+    assert run_directory.find_run(str(first), {}) == first
     elsewhere = new_run(tmp_path / "logs", "20260103-3")
-    assert events.find_run(None, {"PET_LOG_DIR": "logs"}).resolve() == elsewhere
+    assert run_directory.find_run(None, {"PET_LOG_DIR": "logs"}).resolve() == elsewhere
     (tmp_path / "runs/latest").unlink()  # a file system without links
-    assert events.find_run(None, {}).resolve() == second
+    assert run_directory.find_run(None, {}).resolve() == second
     with pytest.raises(UsageError, match=r"is no run directory: it has no run\.json"):
-        events.find_run(str(tmp_path), {})
+        run_directory.find_run(str(tmp_path), {})
     with pytest.raises(UsageError, match="nowhere is no run directory: it does not exist"):
-        events.find_run("nowhere", {})
+        run_directory.find_run("nowhere", {})
     (first / "run.json").write_text("{")
     with pytest.raises(UsageError, match=r"run\.json cannot be read: it is no JSON"):
         run_directory.load(first)
@@ -56,22 +56,22 @@ def test_a_run_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "exists", exists)
     with pytest.raises(UsageError, match=r"^/theirs/run.json cannot be read: Permission denied; it belongs to another"):
-        events.find_run("/theirs", {})
+        run_directory.find_run("/theirs", {})
 
 
 def test_an_event_file_tells_whether_its_writer_lives(tmp_path: Path) -> None:
     path = tmp_path / "agent.events.jsonl"
-    assert not events.is_being_written(path)
-    assert events.read_events(path) == []
+    assert not run_directory.is_being_written(path)
+    assert run_directory.read_events(path) == []
     log = events.EventLog(path)
     log.write("started", rank=0)
-    assert events.is_being_written(path)
-    assert events.is_being_written(path), "looking changes nothing"
+    assert run_directory.is_being_written(path)
+    assert run_directory.is_being_written(path), "looking changes nothing"
     log.close()
-    assert not events.is_being_written(path)
+    assert not run_directory.is_being_written(path)
     with path.open("a") as file:
         file.write('{"time": 3, "eve')  # the disk was full
-    assert [each["event"] for each in events.read_events(path)] == ["started"]
+    assert [each["event"] for each in run_directory.read_events(path)] == ["started"]
 
 
 def test_a_run_without_a_report(tmp_path: Path) -> None:
@@ -141,13 +141,13 @@ def test_a_hang_and_slow_ranks_are_told_again() -> None:
     hang = HangRecord("a hang: rank 1 sleeps", lines=lines)
     slow = ({"said": "rank 1 is 40 % slower"},)
     report = ReportFile(exit_code=1, seconds=1.0, hang=hang, said=(hang.headline,), stragglers=slow)
-    assert report_command._said(report) == ["", *lines, "", hang.headline, "", "rank 1 is 40 % slower"]
-    assert report_command._said(ReportFile(exit_code=0, seconds=1.0)) == []
+    assert report_command._console_lines(report) == ["", *lines, "", hang.headline, "", "rank 1 is 40 % slower"]
+    assert report_command._console_lines(ReportFile(exit_code=0, seconds=1.0)) == []
 
 
 def test_two_runs_begin_in_an_empty_directory_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", lambda at: [])  # as both have found it
-    made = [events.new_run_directory(tmp_path / "runs", "one") for _ in range(2)]
+    made = [run_files.new_run_directory(tmp_path / "runs", "one") for _ in range(2)]
     assert [path.name for path in made] == ["one", "one-1"]
     assert (tmp_path / "runs/.gitignore").read_text() == "*\n"
 
@@ -158,13 +158,13 @@ def test_a_directory_that_all_can_write_to_is_taken(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     before = os.umask(0)
     try:
-        events.new_run_directory(base, "one")
+        run_files.new_run_directory(base, "one")
     finally:
         os.umask(before)
     assert base.stat().st_mode & 0o777 == 0o755
     for mode in (0o1777, 0o777):
         base.chmod(mode)
-        assert events.new_run_directory(base, "one").stat().st_mode & 0o777 == 0o700
+        assert run_files.new_run_directory(base, "one").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("name", ["run.json", "agent.events.jsonl"])

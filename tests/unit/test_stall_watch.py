@@ -14,10 +14,10 @@ import pytest
 
 from phalanx import events, messages, status
 from phalanx.errors import ForeignData
+from phalanx.events import HangRecord
 from phalanx.launch.agent import rank_starter
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
-from phalanx.run_records import HangRecord
 from phalanx.status import layout
 from phalanx.status.page import StatusPage
 from phalanx.status.rank_record import RankRecord, Vitals

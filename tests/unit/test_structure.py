@@ -15,7 +15,7 @@ MOST_MODULES = 16
 
 LEAVES = set(
     """
-    argparser attempt cluster entry_point env errors events fd_channel messages native run_files run_records secret
+    argparser attempt cluster entry_point env errors events fd_channel messages native run_files secret
     seeds source_lines status store system torch_compat
     """.split()
 )

@@ -102,7 +102,7 @@ def test_flags_of_report() -> None:
 
 
 def test_flags_of_inspect() -> None:
-    names = {name for action in inspect_command._parser()._actions for name in action.option_strings}
+    names = {name for action in inspect_command.parser()._actions for name in action.option_strings}
     assert names == {"-h", "--help", "--json", "--seconds", "--stacks"}
 
 

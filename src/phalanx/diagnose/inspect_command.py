@@ -1,24 +1,31 @@
-"""``phalanx inspect``: how the ranks of a run stand at this moment, or stood when it ended."""
+"""``phalanx inspect``: the state of each rank of a run at this moment, or when it ended."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from phalanx import events, messages, status
 from phalanx.argparser import Parser
 from phalanx.diagnose import rank_table
-from phalanx.diagnose.rank_table import RankLook, Row
-from phalanx.diagnose.run_directory import as_written, read_record, read_report
+from phalanx.diagnose.rank_table import RankSample, Row, duration
+from phalanx.diagnose.run_directory import (
+    RankExited,
+    as_written,
+    exit_text,
+    find_run,
+    read_events,
+    read_record,
+    read_report,
+)
 from phalanx.errors import UsageError
-from phalanx.run_records import RankExited, RunFile
+from phalanx.events import RunFile
 from phalanx.source_lines import shorten_path
 from phalanx.status.stack_parser import Thread, main_thread
 from phalanx.system import procfs
@@ -28,36 +35,33 @@ from phalanx.watchdog.straggler import conditions
 _DESCRIPTION = """\
 Shows what each rank of a run on this machine is doing: its step, its phase and for how long, the collective that it
 is in, how its time is divided between its loader, its own work and waiting for other ranks, its steps a second, and
-what it takes of the machine. The last line names the slowest rank, or, when no rank makes progress, who waits for whom.
+what it takes of the machine. The last line names the slowest rank, or who waits for whom when no rank makes progress.
 
-Nothing is stopped or slowed down by it. Of a run that has ended it shows the last state.
+It stops nothing and slows nothing down. For a run that has ended it shows the last state of the ranks.
 """
 _ANSWER_WITHIN = 5.0
-"""Seconds. What torch's flight recorder knows of lines of code takes it a while, the first time."""
-_WIDTH = 100
-_LONG_WAIT = 0.5
-"""Seconds from which on the line of code is told."""
+"""Seconds. torch's flight recorder takes a while to find lines of code, the first time."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class View:
-    """What there is to be seen of a run."""
+    """The state of a run; --json prints these fields."""
 
     directory: str
     host: str
     is_here: bool
-    """On this machine."""
+    """The run is on this machine."""
     is_running: bool
     exit_code: int | None
     seconds: float
-    """That it has run."""
+    """Seconds that the run has lasted."""
     between: float
-    """Seconds between the two looks; 0: there was one."""
+    """Seconds between the two samples; 0: there was one."""
     world_size: int
-    rows: tuple[Row, ...]
+    ranks: tuple[Row, ...]
     conclusion: str
-    stacks: Mapping[int, Sequence[Thread]] = dataclasses.field(default_factory=dict)
-    """Of each rank, if they were asked for."""
+    stacks: Mapping[int, Sequence[Thread]] = field(default_factory=dict)
+    """The threads of each rank, with --stacks."""
 
 
 Stacks = Callable[[Mapping[int, int], Path], Mapping[int, Sequence[Thread]]]
@@ -66,38 +70,37 @@ Stacks = Callable[[Mapping[int, int], Path], Mapping[int, Sequence[Thread]]]
 
 def main(argv: list[str], stacks_of: Stacks) -> int:
     """Entry of ``phalanx inspect``; returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    directory = events.find_run(arguments.run)
+    arguments = parser().parse_args(argv)
+    directory = find_run(arguments.run)
     with as_written(directory):
         view = inspect(directory, arguments.seconds)
         if arguments.stacks:
-            living = {
-                one.rank: one.pid for one in view.rows if one.is_alive and _may_be_asked(directory, one.rank, one.pid)
-            }
-            view = dataclasses.replace(view, stacks=stacks_of(living, directory))
-        told = messages.indented(as_json(view)) if arguments.json else "\n".join(lines(view))
-    print(told)
+            living = {one.rank: one.pid for one in view.ranks if one.is_alive}
+            allowed = {rank: pid for rank, pid in living.items() if _may_be_asked(directory, rank, pid)}
+            view = dataclasses.replace(view, stacks=stacks_of(allowed, directory))
+        text = messages.indented(view) if arguments.json else "\n".join(lines(view))
+    print(text)
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    made = Parser(
         prog="phalanx inspect",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("run", metavar="RUN", nargs="?", help="its directory (default: the latest one below ./runs)")
-    parser.add_argument(
+    made.add_argument("run", metavar="RUN", nargs="?", help="its directory (default: the latest one below ./runs)")
+    made.add_argument(
         "--seconds",
         metavar="N",
         type=_seconds,
         default=1.0,
         help="shares and paces are of so many seconds from now (default %(default)g); 0: since the start",
     )
-    parser.add_argument("--stacks", action="store_true", help="also the stack of each living rank's main thread")
-    parser.add_argument("--json", action="store_true", help="for programs: an object with a list of ranks")
-    return parser
+    made.add_argument("--stacks", action="store_true", help="also the stack of the main thread of each living rank")
+    made.add_argument("--json", action="store_true", help="for programs: an object with a list of ranks")
+    return made
 
 
 def _seconds(text: str) -> float:
@@ -111,24 +114,24 @@ def _seconds(text: str) -> float:
 
 
 def inspect(directory: Path, seconds: float) -> View:
-    """Looks twice, so many seconds apart, if there is anybody to be looked at."""
+    """Samples all ranks twice, so many seconds apart, if any of them is alive."""
     run = read_record(directory / events.RUN_FILE, RunFile)
     is_here = run.host == socket.gethostname()
-    before = _look(directory, is_here)
+    before = after = _sample(directory, is_here)
     if not before:
         raise UsageError(
             f"no rank of {shorten_path(str(directory))} has written what it does"
             f"{'' if is_here else ' on this machine'}; it has not started yet, or was stopped before it did."
         )
-    is_running = any(look.process is not None for look in before.values())
-    if is_running and seconds > 0:
-        time.sleep(seconds)
+    is_running = any(sample.process is not None for sample in before.values())
     between = seconds if is_running else 0.0
-    after = _look(directory, is_here) if between else before
-    after = _after_asking(directory, before, after) if between else after
-    rows = tuple(rank_table.row(before.get(rank, look), look) for rank, look in sorted(after.items()))
+    if between:
+        time.sleep(between)
+        after = _sample(directory, is_here)
+        after |= _ask_for_collectives(directory, before, after)
+    rows = tuple(rank_table.row(before.get(rank, sample), sample) for rank, sample in sorted(after.items()))
     report = read_report(directory)
-    ended_at = max((look.status.since for look in after.values()), default=0.0)
+    ended_at = max((sample.status.since for sample in after.values()), default=0.0)
     return View(
         directory=shorten_path(str(directory)),
         host=run.host,
@@ -137,183 +140,101 @@ def inspect(directory: Path, seconds: float) -> View:
         exit_code=report.exit_code if report else None,
         seconds=report.seconds if report else max(0.0, (time.time() if is_running else ended_at) - run.started),
         between=between,
-        world_size=max(look.status.world_size for look in after.values()),
-        rows=rows,
+        world_size=max(sample.status.world_size for sample in after.values()),
+        ranks=rows,
         conclusion=report.hang.headline
         if report and report.hang
-        else rank_table.conclusion(rows, {rank: look.windows for rank, look in after.items()}, between),
+        else rank_table.conclusion(rows, {rank: sample.windows for rank, sample in after.items()}, between),
     )
 
 
-def _look(directory: Path, is_here: bool) -> dict[int, RankLook]:
-    """At all ranks of this node."""
-    exits = {
-        (event.rank, event.pid): _ending(event)
-        for event in events.read_events(directory / events.AGENT_EVENTS, RankExited)
-    }
-    found: dict[int, RankLook] = {}
+def _sample(directory: Path, is_here: bool) -> dict[int, RankSample]:
+    """All ranks of this node by their numbers."""
+    exits = {(event.rank, event.pid): event for event in read_events(directory / events.AGENT_EVENTS, RankExited)}
+    found: dict[int, RankSample] = {}
     for path in directory.glob("rank-*.status"):
         page, now = status.read(path), time.time()
         if page is None:
             continue
-        # A pid may be somebody else's by now.
+        # Another process may have the pid by now.
         is_same = is_here and procfs.start_ticks(page.pid) == page.ticks
-        known = conditions.looks([page.pid]).get(page.pid) if is_same else None
-        found[page.rank] = RankLook(
-            now,
-            page,
-            known.process if known else None,
-            known.cpu if known else 0.0,
-            status.windows(path),
-            exits.get((page.rank, page.pid), ""),
+        look = conditions.looks([page.pid]).get(page.pid) if is_same else None
+        event = exits.get((page.rank, page.pid))
+        found[page.rank] = RankSample(
+            *(now, page, look.process if look else None, look.cpu if look else 0.0, status.windows(path)),
+            ended="" if event is None else exit_text(event, "exit"),
         )
-    # Of an earlier attempt with more ranks there may be pages that nobody writes any more.
-    world_size = max(found.values(), key=lambda look: look.status.started_at).status.world_size if found else 0
-    return {rank: look for rank, look in found.items() if rank < world_size}
-
-
-def _ending(event: RankExited) -> str:
-    if event.signal is None:
-        return f"exit {event.exit_code}"
-    try:
-        return signal.Signals(event.signal).name
-    except ValueError:
-        return f"signal {event.signal}"
+    # Pages of an earlier attempt with more ranks may be left.
+    world_size = max(found.values(), key=lambda sample: sample.status.started_at).status.world_size if found else 0
+    return {rank: sample for rank, sample in found.items() if rank < world_size}
 
 
 def _may_be_asked(directory: Path, rank: int, pid: int) -> bool:
-    """Whoever wrote the page must own the process: a page can name any, and asking sends it a signal."""
+    """Whoever wrote the page must own the process: a page can name any pid, and asking sends it a signal."""
     try:
         return status.status_path(directory, rank).lstat().st_uid == procfs.owner(pid)
     except OSError:
         return False
 
 
-def _after_asking(
-    directory: Path, before: Mapping[int, RankLook], after: Mapping[int, RankLook]
-) -> dict[int, RankLook]:
-    """Ranks on gloo or nccl that have not got on are asked in which collective they are; it takes them a while."""
-    standing_still = [
-        rank
-        for rank, look in after.items()
-        if look.process is not None
-        and _may_be_asked(directory, rank, look.status.pid)
-        and look.process.state not in "Tt"  # it would not answer
-        and look.status.groups
-        and look.status.open_collective is None
+def _ask_for_collectives(
+    directory: Path, before: Mapping[int, RankSample], after: Mapping[int, RankSample]
+) -> dict[int, RankSample]:
+    """Asks ranks on gloo or nccl without progress in which collective they are; it takes them a while to answer."""
+    paths = {
+        rank: status.status_path(directory, rank)
+        for rank, sample in after.items()
+        if sample.process is not None
+        and _may_be_asked(directory, rank, sample.status.pid)
+        and sample.process.state not in "Tt"  # it would not answer
+        and sample.status.groups
+        and sample.status.open_collective is None
         and rank in before
-        and before[rank].status.progress == look.status.progress
-    ]
-    if not standing_still:
-        return dict(after)
-    with ThreadPoolExecutor(len(standing_still)) as pool:
-        list(pool.map(lambda rank: status.ask(status.status_path(directory, rank), _ANSWER_WITHIN), standing_still))
-    asked = {}
-    for rank in standing_still:
-        page = status.read(status.status_path(directory, rank))
-        if page is not None and page.pid == after[rank].status.pid:
-            asked[rank] = dataclasses.replace(after[rank], status=page)
-    return {**after, **asked}
-
-
-def as_json(view: View) -> dict[str, Any]:
-    fields = {field.name: getattr(view, field.name) for field in dataclasses.fields(view)}
-    return {**{name: value for name, value in fields.items() if name != "rows"}, "ranks": view.rows}
+        and before[rank].status.progress == sample.status.progress
+    }
+    with ThreadPoolExecutor(len(paths) or 1) as pool:
+        list(pool.map(lambda path: status.ask(path, _ANSWER_WITHIN), paths.values()))
+    pages = {rank: status.read(path) for rank, path in paths.items()}
+    return {
+        rank: dataclasses.replace(after[rank], status=page)
+        for rank, page in pages.items()
+        if page is not None and page.pid == after[rank].status.pid
+    }
 
 
 def lines(view: View) -> list[str]:
-    """For people."""
+    """The view as text."""
     return [
-        *(_headline(view), *table(view.rows), *_waits(view.rows), *_elsewhere(view), *_stacks(view)),
-        *filter(None, [view.conclusion]),
+        *(_headline(view), *rank_table.table(view.ranks), *rank_table.long_waits(view.ranks)),
+        *(*_other_nodes(view), *_stacks(view), *filter(None, [view.conclusion])),
     ]
-
-
-def _stacks(view: View) -> Iterator[str]:
-    for rank, threads in sorted(view.stacks.items()):
-        thread = main_thread(threads)
-        yield f"rank {rank}, innermost first:" if thread is not None else f"rank {rank}: its stack is not known"
-        yield from stack_lines(thread) if thread is not None else ()
 
 
 def _headline(view: View) -> str:
-    ran = rank_table.duration(view.seconds)
+    where, lasted = f"{view.directory} on host {view.host}", duration(view.seconds)
     if view.is_running:
         span = f"the last {view.between:g} s" if view.between else "all of its time"
-        return f"{view.directory} on host {view.host}, running for {ran}; shares and paces of {span}"
+        return f"{where}, running for {lasted}; shares and paces of {span}"
     if view.exit_code is not None:
-        return (
-            f"{view.directory} on host {view.host} ended with exit code {view.exit_code} after {ran}; its last state:"
-        )
+        return f"{where} ended with exit code {view.exit_code} after {lasted}; its last state:"
     if not view.is_here:
         return f"{view.directory} is a run on host {view.host}, look there; this is what its ranks have written"
-    return f"{view.directory} on host {view.host} was killed after about {ran}; its last state:"
+    return f"{where} was killed after about {lasted}; its last state:"
 
 
-def table(rows: Sequence[Row]) -> list[str]:
-    """At most 100 columns."""
-    header = ["rank", "pid", "step", "phase", "steps/s", "data", "compute", "wait", "CPU", "memory", "in"]
-    cells = [header, *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(header))]
-    left = {2, 3, 10}
-    return [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )[:_WIDTH].rstrip()
-        for line in cells
-    ]
-
-
-def _cells(one: Row) -> list[str]:
-    step = f"{one.epoch}/{one.step}" if one.step or one.epoch else str(one.updates)
-    phase = "stopped" if one.is_stopped else one.phase
-    phase = f"{phase} {rank_table.duration(one.seconds)}" if one.is_alive and one.seconds >= 0.1 else phase
-    return [
-        str(one.rank),
-        str(one.pid) if one.is_alive else one.ended or "ended",
-        step,
-        phase,
-        "–" if one.pace is None else f"{one.pace:.3g}",
-        *(_share(share) for share in (one.data, one.compute, one.wait, one.cpu)),
-        "–" if one.resident is None else f"{one.resident / 2**20:.0f} MiB",
-        "" if one.collective is None else rank_table.call(one.collective),
-    ]
-
-
-def _share(share: float | None) -> str:
-    return "–" if share is None else f"{share * 100:.0f} %"
-
-
-def _waits(rows: Sequence[Row]) -> list[str]:
-    """Those that have waited for long, with the line of code; together, where it is the same."""
-    alike: dict[str, list[Row]] = {}
-    for one in rows:
-        if one.collective is not None and (one.waiting >= _LONG_WAIT or not one.is_alive):
-            alike.setdefault(_where(one), []).append(one)
-    told = []
-    for where, those in alike.items():
-        longest = max(one.waiting for one in those)
-        verb = f"wait{'s' * (len(those) == 1)} since {rank_table.duration(longest)}" if longest else "ended"
-        told.append(f"{rank_table.ranks(those)} {verb} in {where}")
-    return told
-
-
-def _where(one: Row) -> str:
-    collective = one.collective
-    assert collective is not None
-    what = f", {collective.size} × {collective.dtype}" if collective.dtype else ""
-    peer = f" with rank {collective.peer} of its group" if collective.peer is not None else ""
-    place = collective.place
-    line = f", {shorten_path(place.file)}:{place.line}" if place is not None else ""
-    return f"{rank_table.call(collective)}{what}{peer}{line}"
-
-
-def _elsewhere(view: View) -> list[str]:
-    missing = sorted(set(range(view.world_size)) - {one.rank for one in view.rows})
+def _other_nodes(view: View) -> list[str]:
+    missing = sorted(set(range(view.world_size)) - {one.rank for one in view.ranks})
     if not missing:
         return []
     names = ", ".join(map(str, missing)) if len(missing) <= 8 else f"{missing[0]} to {missing[-1]}"
-    return [
-        f"{len(missing)} of {view.world_size} ranks ({names}) are on other nodes: each has a directory of its own there"
-    ]
+    count = f"{len(missing)} of {view.world_size} ranks ({names})"
+    return [f"{count} are on other nodes: each has a directory of its own there"]
+
+
+def _stacks(view: View) -> list[str]:
+    found = []
+    for rank, threads in sorted(view.stacks.items()):
+        thread = main_thread(threads)
+        stack = [f"rank {rank}: its stack is not known"]
+        found += stack if thread is None else [f"rank {rank}, innermost first:", *stack_lines(thread)]
+    return found

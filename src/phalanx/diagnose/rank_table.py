@@ -1,10 +1,11 @@
-"""How the ranks of a run stand: from two looks at each to a row, and from all rows to who holds up whom."""
+"""The table of `phalanx inspect`: a row for each rank, from two samples of it, and the line that names the slowest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.source_lines import shorten_path
 from phalanx.status import PHASES, Collective, Status, Window
 from phalanx.status.layout import DATA, OWN
 from phalanx.system.procfs import ProcessFacts
@@ -13,11 +14,14 @@ from phalanx.watchdog.straggler import straggler_detector, straggler_text
 _LOOP = tuple(PHASES[phase] for phase in OWN)
 _WORTH_A_WORD = 0.05
 """How much slower the slowest rank must be; less is noise."""
+_WIDTH = 100
+_LONG_WAIT = 0.5
+"""Seconds of waiting from which on the line of code is printed."""
 
 
 @dataclass(frozen=True)
-class RankLook:
-    """At one rank, at one moment."""
+class RankSample:
+    """One rank at one moment."""
 
     at: float
     status: Status
@@ -27,12 +31,12 @@ class RankLook:
     """Seconds, with all processes below it."""
     windows: tuple[Window, ...] = ()
     ended: str = ""
-    """How, if that is known: ``exit code 1``, ``SIGKILL``."""
+    """How it ended, if that is known: ``exit 1``, ``SIGKILL``."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is told of one rank. Shares and paces are between the two looks, or else since the start."""
+    """The row of one rank. Shares and paces are of the time between two samples, or else since the start."""
 
     rank: int
     pid: int
@@ -40,47 +44,54 @@ class Row:
     ended: str
     epoch: int
     step: int
-    """As px.track counts, in this epoch."""
+    """Steps of this epoch, counted by px.track."""
     updates: int
     """Steps of optimizers."""
     phase: str
     seconds: float
-    """In this phase so far."""
+    """Seconds in this phase so far."""
     collective: Collective | None
-    """That it is in."""
+    """The collective that the rank is in."""
     waiting: float
     """Seconds for which it has waited for other ranks, up to now."""
     data: float | None
-    """Share of the time in which it waited for its loader. None: it has not been in its loop."""
+    """Share of the time spent waiting for the data loader. None: the rank has not been in its loop."""
     compute: float | None
     wait: float | None
-    """Share in which it waited for other ranks."""
+    """Share of the time spent waiting for other ranks."""
     pace: float | None
-    """Steps a second; None: not one."""
+    """Steps a second; None: there was not one."""
     cpu: float | None
-    """1.5: one and a half cores."""
+    """Cores in use, such as 1.5."""
     resident: int | None
-    """Bytes."""
+    """Bytes in memory."""
     has_moved: bool
-    """Between the two looks."""
+    """It made progress between the two samples."""
     is_stopped: bool = False
-    """By a signal, such as SIGSTOP."""
+    """A signal such as SIGSTOP has stopped it."""
+
+    @property
+    def call(self) -> str:
+        """The collective that it is in: ``all_reduce #12``, or ``monitored_barrier``, which has no number."""
+        if self.collective is None:
+            return ""
+        return f"{self.collective.op} #{self.collective.number}" if self.collective.number else self.collective.op
 
 
-def row(before: RankLook, after: RankLook) -> Row:
-    """Of one rank. Both may be the same look: then everything is since its start."""
-    status, is_alive = after.status, after.process is not None
-    is_one_look = before.at == after.at or before.status.pid != status.pid or not is_alive
-    first = None if is_one_look else before
-    end = after.at if is_alive else status.since
-    elapsed = max(after.at - before.at, 1e-3) if first else max(end - status.started_at, 1e-3)
+def row(before: RankSample, after: RankSample) -> Row:
+    """Makes the row of one rank. When both are the same sample, everything is since its start."""
+    status, process = after.status, after.process
+    is_one_sample = before.at == after.at or before.status.pid != status.pid or process is None
+    first = None if is_one_sample else before
+    begin, end = before.at if first else status.started_at, after.at if process else status.since
+    elapsed = max(end - begin, 1e-3)
     updates = status.updates - (first.status.updates if first else 0)
+    waits_since = status.blocked_since if process else None
     data, compute, wait = _shares(first, after)
-    waits_since = status.blocked_since if is_alive else None
     return Row(
-        *(status.rank, status.pid, is_alive, after.ended),
+        *(status.rank, status.pid, process is not None, after.ended),
         *(status.epoch, status.step, status.updates, status.phase),
-        seconds=max(0.0, after.at - status.since) if is_alive else 0.0,
+        seconds=max(0.0, after.at - status.since) if process else 0.0,
         collective=status.open_collective,
         waiting=max(0.0, after.at - waits_since) if waits_since else 0.0,
         data=data,
@@ -88,14 +99,14 @@ def row(before: RankLook, after: RankLook) -> Row:
         wait=wait,
         pace=updates / elapsed if updates else None,
         cpu=max(0.0, after.cpu - before.cpu) / elapsed if first else None,
-        resident=after.process.resident if after.process else None,
+        resident=process.resident if process else None,
         has_moved=first is not None and first.status.progress != status.progress,
-        is_stopped=after.process is not None and after.process.state in "Tt",
+        is_stopped=process is not None and process.state in "Tt",
     )
 
 
-def _shares(before: RankLook | None, after: RankLook) -> tuple[float | None, float | None, float | None]:
-    """Of the time in the loop: data, everything else of its own, waiting for others."""
+def _shares(before: RankSample | None, after: RankSample) -> tuple[float | None, float | None, float | None]:
+    """The shares of the time in the loop: data, everything else of its own, waiting for others."""
     spent, waited = _spent(after)
     if before is not None:
         spent_before, waited_before = _spent(before)
@@ -109,23 +120,75 @@ def _shares(before: RankLook | None, after: RankLook) -> tuple[float | None, flo
     return data, 1.0 - data - wait, wait
 
 
-def _spent(look: RankLook) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds in each phase of the loop, with the one it is in, and how many of these it waited."""
-    status = look.status
+def _spent(sample: RankSample) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds in each phase of the loop, with the current one, and how many of these were spent waiting."""
+    status = sample.status
     spent = {phase: status.seconds.get(phase, 0.0) for phase in _LOOP}
     waited = {phase: status.blocked.get(phase, 0.0) for phase in _LOOP}
-    if look.process is not None and status.phase in spent:
-        spent[status.phase] += max(0.0, look.at - status.since)
+    if sample.process is not None and status.phase in spent:
+        spent[status.phase] += max(0.0, sample.at - status.since)
         if status.blocked_since is not None:
-            waited[status.phase] += max(0.0, look.at - max(status.since, status.blocked_since))
+            waited[status.phase] += max(0.0, sample.at - max(status.since, status.blocked_since))
     return spent, waited
 
 
+# ---- as text
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table, of at most 100 columns."""
+    header = ["rank", "pid", "step", "phase", "steps/s", "data", "compute", "wait", "CPU", "memory", "in"]
+    cells = [header, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [str.ljust if name in ("step", "phase", "in") else str.rjust for name in header]
+    return [
+        "  ".join(align(cell, width) for align, cell, width in zip(aligned, line, widths, strict=True))[
+            :_WIDTH
+        ].rstrip()
+        for line in cells
+    ]
+
+
+def _cells(one: Row) -> list[str]:
+    phase = "stopped" if one.is_stopped else one.phase
+    return [
+        str(one.rank),
+        str(one.pid) if one.is_alive else one.ended or "ended",
+        f"{one.epoch}/{one.step}" if one.step or one.epoch else str(one.updates),
+        f"{phase} {duration(one.seconds)}" if one.is_alive and one.seconds >= 0.1 else phase,
+        "–" if one.pace is None else f"{one.pace:.3g}",
+        *("–" if share is None else f"{share * 100:.0f} %" for share in (one.data, one.compute, one.wait, one.cpu)),
+        "–" if one.resident is None else f"{one.resident / 2**20:.0f} MiB",
+        one.call,
+    ]
+
+
+def long_waits(rows: Sequence[Row]) -> list[str]:
+    """The ranks that have waited for long, with the line of code; those that wait at the same line share one."""
+    alike: dict[str, list[Row]] = {}
+    for one in rows:
+        if one.collective is not None and (one.waiting >= _LONG_WAIT or not one.is_alive):
+            alike.setdefault(_waits_in(one, one.collective), []).append(one)
+    lines = []
+    for where, those in alike.items():
+        longest = max(one.waiting for one in those)
+        verb = f"wait{'s' * (len(those) == 1)} since {duration(longest)}" if longest else "ended"
+        lines.append(f"{_rank_names(those)} {verb} in {where}")
+    return lines
+
+
+def _waits_in(one: Row, collective: Collective) -> str:
+    what = f", {collective.size} × {collective.dtype}" if collective.dtype else ""
+    peer = f" with rank {collective.peer} of its group" if collective.peer is not None else ""
+    place = collective.place
+    return f"{one.call}{what}{peer}" + (f", {shorten_path(place.file)}:{place.line}" if place is not None else "")
+
+
 def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], seconds: float) -> str:
-    """The last line: the slowest rank and why, or who waits for whom when nobody moves."""
+    """The last line: the slowest rank and why, or who waits for whom when no rank makes progress."""
     living = [one for one in rows if one.is_alive]
     if living and seconds > 0 and not any(one.has_moved for one in living):
-        return _who_waits(living, seconds)
+        return f"no rank has made progress within {seconds:g} s{_who_waits(living)}"
     found = straggler_detector.slowest(windows)
     if found is None:
         return "" if len(rows) < 2 else "no rank can be called the slowest before all have made 20 steps"
@@ -136,44 +199,32 @@ def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], sec
     return f"slowest: rank {rank}, by {slower} ({straggler_text.work(lag)}), in {straggler_text.phases(lag)}"
 
 
-def _who_waits(living: Sequence[Row], seconds: float) -> str:
-    waiting = [one for one in living if one.collective is not None]
-    others = [one for one in living if one.collective is None]
-    text = f"no rank has made progress within {seconds:g} s"
+def _who_waits(living: Sequence[Row]) -> str:
+    waiting = [one for one in living if one.call]
+    others = [one for one in living if not one.call]
+    calls = sorted({one.call for one in waiting})
     if not waiting:
-        return f"{text}, and none waits for another"
-    calls = sorted({_call(one) for one in waiting})
-    if not others and len(calls) == 1:
-        return f"{text}: all of them are in {calls[0]}"
+        return ", and none waits for another"
     if not others:
-        return f"{text}: they wait in different collectives, {', '.join(calls)}"
+        different = f"they wait in different collectives, {', '.join(calls)}"
+        return f": {different if len(calls) > 1 else f'all of them are in {calls[0]}'}"
     wait = "waits" if len(waiting) == 1 else "wait"
-    busy = " and ".join(f"rank {one.rank} ({_where(one)})" for one in others)
-    return f"{text}: {ranks(waiting)} {wait} in {' and '.join(calls)} for {busy}"
+    busy = " and ".join(f"rank {one.rank} ({_is_busy(one)})" for one in others)
+    return f": {_rank_names(waiting)} {wait} in {' and '.join(calls)} for {busy}"
 
 
-def _where(one: Row) -> str:
+def _is_busy(one: Row) -> str:
     if one.is_stopped:
         return f"stopped by a signal in {one.phase}; kill -CONT {one.pid} resumes it"
     return f"in {one.phase} for {duration(one.seconds)}"
 
 
-def _call(one: Row) -> str:
-    assert one.collective is not None
-    return call(one.collective)
-
-
-def call(collective: Collective) -> str:
-    """``all_reduce #12``; what has no number in its group is told without."""
-    return f"{collective.op} #{collective.number}" if collective.number else collective.op
-
-
-def ranks(rows: Sequence[Row]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
+def _rank_names(rows: Sequence[Row]) -> str:
     return f"rank{'s' * (len(rows) > 1)} {', '.join(str(one.rank) for one in rows)}"
 
 
 def duration(seconds: float) -> str:
+    """``62.0 s``, ``12 min``, ``2.5 h``: short enough for a column."""
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

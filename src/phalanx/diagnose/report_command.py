@@ -1,4 +1,4 @@
-"""``phalanx report``: how a run ended, or where it is, from what stands in its directory."""
+"""``phalanx report``: how a run ended, or its state if it has not, from the files in its directory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from pathlib import Path
 from phalanx import events, messages
 from phalanx.argparser import Parser
 from phalanx.diagnose import run_directory
-from phalanx.diagnose.run_directory import RankTrace, Run
+from phalanx.diagnose.run_directory import RankTrace, Run, exit_text
+from phalanx.events import ReportFile
 from phalanx.failure.failure_text import headline
 from phalanx.failure.signal_meaning import signal_name
-from phalanx.run_records import ReportFile
 from phalanx.source_lines import clip, shorten_path
-from phalanx.status.reading import Status
 from phalanx.system.sizes import in_bytes
 
 _DESCRIPTION = """\
-Reports how a run was started, how it ended and why, how each rank ended, and where the logs are. Of one that still
-runs, or whose launcher was killed, it reports what is known. The exit code is 0 whatever the run's own was.
+Reports how a run was started, how it ended and why, how each rank ended, and where the logs are. For one that is
+running, or whose launcher was killed, it reports what is known. The exit code is 0 whatever the run's own was.
 """
 _TAIL_LINES = 3
 _TAILS = 8
@@ -29,176 +28,148 @@ _TAILS = 8
 def main(argv: list[str]) -> int:
     """Entry of ``phalanx report``; returns the exit code."""
     arguments = parser().parse_args(argv)
-    directory = events.find_run(arguments.run)
+    directory = run_directory.find_run(arguments.run)
     with run_directory.as_written(directory):
         run = run_directory.load(directory)
-        if arguments.json:
-            told = messages.indented(run.report if run.report is not None else _fields(run))
-        else:
-            told = "\n".join(lines(run))
-    print(told)
+        text = messages.indented(run.report or _fields(run)) if arguments.json else "\n".join(lines(run))
+    print(text)
     return 0
 
 
 def parser() -> Parser:
     made = Parser(prog="phalanx report", description=_DESCRIPTION, allow_abbrev=False)
-    made.add_argument(
-        *("run",),
-        metavar="RUN",
-        nargs="?",
-        help="the run directory, or its name below ./runs (default: the latest run there)",
-    )
+    where = "the run directory, or its name below ./runs (default: the latest run there)"
+    made.add_argument("run", metavar="RUN", nargs="?", help=where)
     made.add_argument("--json", action="store_true", help="for programs: report.json")
     return made
 
 
 def lines(run: Run) -> list[str]:
-    """All that is to be said."""
-    told = [shlex.join([Path(run.command[0]).name, *run.command[1:]])]
-    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
-    told.append(f"  started {started} on {run.host}, in {run.working_directory}")
-    told.append(f"  {_outcome(run)}")
-    told += _nodes(run)
-    for restart in run.restarts:
-        told.append(clip(f"  attempt {restart.attempt}: {restart.cause}"))
-    told += _stalls(run)
+    """The whole report."""
+    file, report = run.file, run.report
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(file.started))
+    return [
+        shlex.join([Path(file.command[0]).name, *file.command[1:]]),
+        f"  started {started} on {file.host}, in {file.directory}",
+        f"  {_outcome(run)}",
+        *(_nodes(report) if report else ()),
+        *(clip(f"  attempt {restart.attempt}: {restart.cause}") for restart in run.restarts),
+        *_stalls(run),
+        *(_console_lines(report) if report else ()),
+        "",
+        *(_ended_ranks(run, report) if report else _traced_ranks(run)),
+        f"logs: {shorten_path(str(run.directory.absolute()))}",
+    ]
+
+
+def _outcome(run: Run) -> str:
+    lasted, attempts = _duration(run.seconds), f", in attempt {run.attempts}" if run.attempts > 1 else ""
     if run.report is not None:
-        told += _said(run.report)
-    ranks = _ended_ranks(run) if run.report is not None else _seen_ranks(run)
-    return [*told, "", *ranks, f"logs: {shorten_path(str(run.directory.absolute()))}"]
+        code = run.report.exit_code
+        was_stopped = code > 128 and run.report.cause is None and run.report.hang is None
+        stopped = f" ({signal_name(code - 128)})" if was_stopped else ""
+        return f"ended with exit code {code}{stopped} after {lasted}{attempts}"
+    if run.state == "running":
+        return f"is running, for {lasted} so far{attempts}"
+    killed = f"lost its launcher, which was killed and has left no {events.REPORT_FILE}"
+    return f"{killed}; its last event was after {lasted}{attempts}"
+
+
+def _nodes(report: ReportFile) -> list[str]:
+    """One line a node, if there are several."""
+    nodes = report.nodes.items() if len(report.nodes) > 1 else ()
+    return [clip(f"  node {host}: {_rank_list(node.ranks)}, logs in {node.directory}") for host, node in nodes]
 
 
 def _stalls(run: Run) -> list[str]:
-    """Unless it is what the run ended for, which is told at length."""
-    if run.report is not None and run.report.hang:
+    """The stalls, unless one ended the run: then the report's own lines have it."""
+    if not run.stalls or (run.report is not None and run.report.hang):
         return []
-    told = []
+    found = []
     for stall in run.stalls:
         until = f" (until {_duration(stall.until)})" if stall.until is not None else ""
-        told.append(clip(f"  stalled after {_duration(stall.after)}{until}: {stall.headline}"))
-    stacks = [path.name for path in sorted(run.directory.glob("stall-*.txt"))] if told else []
-    return [*told, f"  all stacks: {', '.join(stacks)} there"] if stacks else told
+        found.append(clip(f"  stalled after {_duration(stall.after)}{until}: {stall.headline}"))
+    stacks = ", ".join(path.name for path in sorted(run.directory.glob("stall-*.txt")))
+    return [*found, f"  all stacks: {stacks} there"] if stacks else found
 
 
-def _said(report: ReportFile) -> list[str]:
-    """What was on the console: why the ranks stood still, why the run failed, who was slow."""
+def _console_lines(report: ReportFile) -> list[str]:
+    """The lines that were on the console: why no rank made progress, why the run failed, which ranks were slow."""
     hang = report.hang.lines if report.hang is not None else ()
     slow = [clip(str(straggler.get("said"))) for straggler in report.stragglers]
     return [line for block in (hang, report.said, slow) if block for line in ("", *block)]
 
 
-def _outcome(run: Run) -> str:
-    attempts = f", in attempt {run.attempts}" if run.attempts > 1 else ""
-    if run.report is not None:
-        code = run.report.exit_code
-        stopped = (
-            f" ({signal_name(code - 128)})"
-            if code > 128 and run.report.cause is None and run.report.hang is None
-            else ""
-        )
-        return f"ended with exit code {code}{stopped} after {_duration(run.seconds)}{attempts}"
-    if run.state == "running":
-        return f"is running, for {_duration(run.seconds)} so far{attempts}"
-    return (
-        f"lost its launcher, which was killed and has left no {events.REPORT_FILE}; its last event was after "
-        f"{_duration(run.seconds)}{attempts}"
-    )
-
-
-def _nodes(run: Run) -> list[str]:
-    nodes = run.report.nodes if run.report is not None else {}
-    if len(nodes) < 2:
-        return []
-    return [clip(f"  node {host}: {_rank_list(node.ranks)}, logs in {node.directory}") for host, node in nodes.items()]
-
-
 # ---- ranks of a run that has ended
 
 
-def _ended_ranks(run: Run) -> list[str]:
-    assert run.report is not None
-    told = []
+def _ended_ranks(run: Run, report: ReportFile) -> list[str]:
+    found = []
     tails = 0
-    for ending in sorted(run.report.ranks, key=lambda ending: ending.rank):
+    for ending in sorted(report.ranks, key=lambda ending: ending.rank):
+        role = _role(report, ending)
+        by = " from the launcher" if ending.signal and ending.asked and ending.out_of_memory is None else ""
         memory = f", {in_bytes(ending.memory)} at most" if ending.memory else ""
         why = f": {headline(ending)}" if ending.error is not None else ""
-        told.append(clip(f"rank {ending.rank}: {_role(run, ending)}, {_end(ending)}{memory}{why}"))
-        if ending.failed and tails < _TAILS and not _is_cause(run, ending):
+        found.append(clip(f"rank {ending.rank}: {role}, {exit_text(ending)}{by}{memory}{why}"))
+        if ending.failed and tails < _TAILS and role != "the cause":  # whose lines are above already
             tails += 1
-            found = run_directory.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
-            told += [clip(f"    {line}") for line in found]
-    return told
+            last = run_directory.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
+            found += [clip(f"    {line}") for line in last]
+    return found
 
 
-def _role(run: Run, ending: events.Ending) -> str:
-    assert run.report is not None
-    if _is_cause(run, ending):
+def _role(report: ReportFile, ending: events.Ending) -> str:
+    if report.cause is not None and report.cause.rank == ending.rank:
         return "the cause"
-    if ending.rank in run.report.alike:
+    if ending.rank in report.alike:
         return "failed in the same way"
-    if any(ending.rank in side.ranks for side in run.report.elsewhere):
+    if any(ending.rank in side.ranks for side in report.elsewhere):
         return "called another collective"
-    if ending.rank in run.report.victims:
+    if ending.rank in report.victims:
         return "a victim"
     return "ended normally" if not ending.failed else "stopped"
 
 
-def _is_cause(run: Run, ending: events.Ending) -> bool:
-    """Whose last lines stand above already."""
-    cause = run.report.cause if run.report is not None else None
-    return cause is not None and cause.rank == ending.rank
+# ---- ranks of a run without a report
 
 
-def _end(ending: events.Ending) -> str:
-    if ending.signal is not None:
-        by = " from the launcher" if ending.asked and ending.out_of_memory is None else ""
-        return f"{signal_name(ending.signal)}{by}"
-    return f"exit code {ending.exit_code}"
-
-
-# ---- ranks of a run that has not, or not in order
-
-
-def _seen_ranks(run: Run) -> list[str]:
-    if not run.traces:
-        return ["no rank was started"]
-    told = []
+def _traced_ranks(run: Run) -> list[str]:
+    found = [] if run.traces else ["no rank was started"]
     for trace in run.traces:
-        told.append(clip(f"rank {trace.rank}: pid {trace.pid}, {_seen(trace, run.state)}"))
+        found.append(clip(f"rank {trace.rank}: pid {trace.pid}, {_trace_text(trace, run.state == 'running')}"))
         if run.state == "lost":
-            told += [clip(f"    {line}") for line in run_directory.last_lines(run.directory, trace.rank, _TAIL_LINES)]
-    return told
+            last = run_directory.last_lines(run.directory, trace.rank, _TAIL_LINES)
+            found += [clip(f"    {line}") for line in last]
+    return found
 
 
-def _seen(trace: RankTrace, state: str) -> str:
+def _trace_text(trace: RankTrace, is_running: bool) -> str:
+    page = trace.status
     if trace.has_exited:
-        how = f"exit code {trace.exit_code}" if trace.signal is None else signal_name(trace.signal)
-        return f"ended with {how}"
-    if trace.status is None:
-        return "runs" if state == "running" else "ended with the launcher"
-    return _doing(trace.status, "" if state == "running" else "last seen ")
-
-
-def _doing(page: Status, prefix: str) -> str:
-    words = [f"{prefix}in phase {page.phase} since {time.strftime('%H:%M:%S', time.localtime(page.since))}"]
+        return f"ended with {exit_text(trace)}"
+    if page is None:
+        return "runs" if is_running else "ended with the launcher"
+    seen = "" if is_running else "last seen "
+    words = [f"{seen}in phase {page.phase} since {time.strftime('%H:%M:%S', time.localtime(page.since))}"]
     if page.step:
         words.append(f"epoch {page.epoch}, step {page.step}")
     elif page.updates:
         words.append(f"{page.updates} optimizer steps")
-    waits = page.open_collective
-    if waits is not None:
-        place = f", {waits.place}" if waits.place else ""
-        words.append(f"waits in {waits.op} #{waits.number}{place}")
+    collective = page.open_collective
+    if collective is not None:
+        place = f", {collective.place}" if collective.place else ""
+        words.append(f"waits in {collective.op} #{collective.number}{place}")
     return ", ".join(words)
 
 
 def _fields(run: Run) -> dict[str, object]:
-    """For a run without a report, in the same words where there are any."""
+    """The JSON for a run without a report; the names are those of report.json where it has them."""
     return {
         "state": run.state,
         "exit_code": None,
         "attempts": run.attempts,
-        "started": run.started,
+        "started": run.file.started,
         "seconds": round(run.seconds, 3),
         "restarts": [{"attempt": restart.attempt, "reason": restart.cause} for restart in run.restarts],
         "ranks": run.traces,

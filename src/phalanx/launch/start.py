@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx import events, messages, secret
+from phalanx import messages, run_files, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec import preflight
@@ -39,7 +39,7 @@ def run(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         listener = _listener(spec, route)
         if listener is not None:
             stack.enter_context(contextlib.closing(listener))
-        directory = events.new_run_directory(Path(spec.log_dir), events.new_run_id())
+        directory = run_files.new_run_directory(Path(spec.log_dir), run_files.new_run_id())
         environment = {
             **{name: value for name, value in environ.items() if name != secret.VARIABLE},
             **thread_setting(spec.nproc_per_node, environ, spec.cpus),

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from phalanx import events, messages
 from phalanx.errors import LaunchError
+from phalanx.events import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.run_records import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile
 from phalanx.source_lines import shorten_path
 
 if TYPE_CHECKING:

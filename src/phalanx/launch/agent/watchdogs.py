@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx import messages
-from phalanx.events import Ending
+from phalanx.events import Ending, HangRecord
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.run_record import RunRecord
 from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.run_records import HangRecord
 from phalanx.watchdog.memory import MemoryWatchdog
 from phalanx.watchdog.oom import Counters
 

@@ -11,8 +11,8 @@ import time
 from collections import deque
 
 from phalanx import messages
+from phalanx.events import HangRecord
 from phalanx.messages import Message, Seconds, Text, replace
-from phalanx.run_records import HangRecord
 from phalanx.status.rank_record import RankRecord
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.stall.threshold import Observation

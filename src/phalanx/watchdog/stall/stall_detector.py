@@ -13,8 +13,8 @@ from dataclasses import replace as replace_fields
 from pathlib import Path
 
 from phalanx import run_files
+from phalanx.events import HangRecord
 from phalanx.messages import replace
-from phalanx.run_records import HangRecord
 from phalanx.status.rank_record import RankRecord
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallSnapshot, StallVerdict, aged_records
