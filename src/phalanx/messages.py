@@ -97,7 +97,7 @@ def decode(data: bytes | bytearray | str, shape: Any, source: str, most: int = M
         return _decode_any_unicode(data, shape, source)
 
 
-def fit(value: object, shape: type[T], source: str) -> T:
+def fit(value: object, shape: type[T] | UnionType, source: str) -> T:
     """Reads what has been decoded already, such as the fields of a larger message."""
     try:
         return msgspec.convert(value, shape, str_keys=True)

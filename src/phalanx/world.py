@@ -14,7 +14,7 @@ from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
 from phalanx.store import tcp_store
-from phalanx.store.join import Claim, Meeting, meet, open_store, say_goodbye, url_of
+from phalanx.store.join import Claim, Meeting, leave_store, meet, open_store, url_of
 from phalanx.torch_compat import c10d
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def current() -> World:
         shared = c10d.default_store()
         if shared is None and s.world_size > 1:
             raise UsageError("this torch does not expose the store of its process group; call px.init() first.")
-        meeting = Meeting(shared, (), hosted_here=False)
+        meeting = Meeting(shared, (), hosted_here=False) if shared is not None else None
         backend = backends.name_of(dist.group.WORLD)
         return World(
             s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, device, backend, "", s.kind, meeting
@@ -297,6 +297,6 @@ def _part(world: World, *, in_peace: bool) -> None:
             abort()  # an orderly end would wait for kernels that never finish
         return
     meeting = world._meeting
-    if in_peace and meeting is not None and meeting.store is not None and world.size > 1:
-        say_goodbye(meeting, world.size)
+    if in_peace and meeting is not None and world.size > 1:
+        leave_store(meeting, world.size)
     dist.destroy_process_group()

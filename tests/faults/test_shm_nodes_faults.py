@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.shm.hierarchical.failure_store import FailureStore
+from phalanx.shm.node import failures
 from phalanx.shm.node.failures import PeerLost
+from phalanx.store.failure_flag import FailureFlag
 from phalanx.world import World
 from tests.faults.test_shm_faults import MISMATCHES, _swap, expect_an_interrupt, interrupt_a_wait
 from tests.losing import die, outcome, survivors
@@ -266,18 +267,18 @@ class SilentStore:
 
 def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
     store = SilentStore()
-    failure_store = FailureStore(store)
+    flag = FailureFlag(cast(Any, store), failures.by_name)
     started = time.monotonic()
-    assert failure_store.cause() is None
-    assert failure_store.is_silent
-    assert str(failure_store.raise_with(PeerLost("rank 1 is gone."))) == "rank 1 is gone."
+    assert flag.cause() is None
+    assert flag.is_silent
+    assert str(flag.raise_with(PeerLost("rank 1 is gone."))) == "rank 1 is gone."
     assert time.monotonic() - started < 2
-    later = FailureStore(store)
+    later = FailureFlag(cast(Any, store), failures.by_name)
     assert later.cause() is None
-    store.value = b'["PeerLost", "rank 2 is gone."]'
+    store.value = b'{"kind": "PeerLost", "text": "rank 2 is gone."}'
     store.link.set()
     assert str(later.cause()) == "rank 2 is gone.", "when the link is back, it is asked again"
     assert not later.is_silent
     for thread in threading.enumerate():
-        if thread.name == "phalanx-alarm":
+        if thread.name == "phalanx-failure-flag":
             thread.join(5)

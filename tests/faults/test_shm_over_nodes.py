@@ -77,10 +77,11 @@ with px.init() as world:
 
 CUT = """
 import json, os, socket, time, torch, torch.distributed as dist, phalanx as px
-from phalanx.shm.hierarchical import failure_store, leader_links
+from phalanx.shm.hierarchical import leader_links
+from phalanx.store import failure_flag
 
 # As it is, but two seconds instead of fifteen, and half a second instead of three.
-failure_store._PATIENCE = 0.5
+failure_flag._ANSWER_TIMEOUT = 0.5
 ones = dict.fromkeys([socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT], 1)
 leader_links._ALIVE = {**ones, socket.TCP_USER_TIMEOUT: 2000}
 torch.set_num_threads(1)

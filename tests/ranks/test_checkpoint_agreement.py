@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import phalanx as px
-from phalanx.checkpoint.coordinator import Coordinator
+from phalanx.checkpoint.checkpointer import new_coordinator
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.world import World
 
@@ -116,12 +116,13 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
                 return os.mkdir, (f"{path}/owned",)
 
         evil = pickle.dumps(Payload())
-        coordinator = Coordinator()
+        coordinator = new_coordinator(world)
+        store: Any = coordinator._store
         told = []
         for content in (evil, b"[[" * 100_000, b'"a str"', json.dumps({"step": 1}).encode()):
-            coordinator._store.set("there", content)
-            with pytest.raises(CheckpointError, match="the run's store has something else"):
-                coordinator.hear("there", list)
+            store.set("there", content)
+            with pytest.raises(CheckpointError, match="the run's store does not hold"):
+                coordinator.await_value("there", list)
         checkpointer = px.Checkpointer(path)
         finished = threading.Event()
         store = checkpointer._coordinator._store
@@ -139,7 +140,7 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
                 finished.set()
                 return count
 
-        checkpointer._coordinator._store = Late()
+        setattr(checkpointer._coordinator, "_store", Late())  # noqa: B010
         shares = (evil, b"[]", b'{"step": 1}', b'{"step": "x", "fact": [1, 2], "rows": []}')
         attack = ("", b"")
         for step, attack in enumerate([*(("0/0", share) for share in shares), ("0", b"999999")]):  # noqa: B007
@@ -152,7 +153,7 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
         directories: tuple[Any, ...] = ("../elsewhere", "step-1/../..", 5)
         for directory in directories:
             reader = px.Checkpointer(path)
-            setattr(reader._coordinator, "lead", lambda _, name=directory: name)  # noqa: B010
+            setattr(reader._coordinator, "lead", lambda *_, name=directory: name)  # noqa: B010
             with pytest.raises(CheckpointError, match="is no name of a checkpoint"):
                 reader.load_latest(px.State())
         torch.distributed.barrier()

@@ -157,16 +157,14 @@ def test_all_ranks_get_one_verdict() -> None:
     assert two in (["no compiler"] * 4, ["a GPU"] * 4)
 
 
-def test_a_vote_names_who_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote, "_SLICE", 0.05)
+def test_a_vote_names_who_does_not_come() -> None:
     found = cast([None, None], timeout=0.1, size=4)
     for rank, text in enumerate(found):
         assert text == f"rank {rank} waited 0 s for 2 of 4 ranks to join: 2, 3; they have not called init, or died."
     assert cast([None, None, "no compiler"], size=4) == ["no compiler"] * 3, "nobody need wait for the fourth"
 
 
-def test_a_rank_that_votes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vote, "_SLICE", 0.05)
+def test_a_rank_that_votes_twice_counts_once() -> None:
     store = dist.HashStore()
     for _ in range(2):
         with pytest.raises(JoinError):

@@ -367,7 +367,7 @@ def test_every_so_much_time_asks_rank_zero_seldom(monkeypatch: pytest.MonkeyPatc
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     asked = []
-    every = schedule.parse("10s", lambda work: (asked.append(now[0]), work())[1])
+    every = schedule.parse("10s", lambda work, _: (asked.append(now[0]), work())[1])
     due = []
     for step in range(2900):
         now[0] += 0.01
@@ -383,12 +383,12 @@ def test_every_so_much_time_asks_rank_zero_seldom(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("every", [0, -3, True, 1.5, "10", "0s", "ten min", "5 days"])
 def test_times_that_are_none(every: Any) -> None:
     with pytest.raises(UsageError, match="every="):
-        schedule.parse(every, lambda work: work())
+        schedule.parse(every, lambda work, _: work())
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5 h", 5400)])
 def test_times(text: str, seconds: float) -> None:
-    assert getattr(schedule.parse(text, lambda work: work()), "_seconds") == seconds  # noqa: B009
+    assert getattr(schedule.parse(text, lambda work, _: work()), "_seconds") == seconds  # noqa: B009
 
 
 # ---- who

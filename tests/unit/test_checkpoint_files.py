@@ -15,10 +15,10 @@ from torch import nn
 
 import phalanx as px
 from phalanx.checkpoint import command
-from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.storage import manifest
 from phalanx.checkpoint.storage.local import Local
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.store.coordinator import Coordinator
 from tests.unit.test_checkpoint_format import rewrite
 
 

@@ -119,10 +119,6 @@ def test_whole_numbers_of_numpy_and_torch_are_steps_and_counts(tmp_path: Path) -
             checkpointer.save(step)  # type: ignore[arg-type]
         assert checkpointer.steps() == [1, 2]
         assert checkpointer.load(np.int64(1)).step == 1  # type: ignore[arg-type]
-        for found in ([None], ["1"], 5):
-            setattr(checkpointer._coordinator, "lead", lambda _, found=found: found)  # noqa: B010
-            with pytest.raises(CheckpointError, match="the run's store has something else"):
-                checkpointer.steps()
 
 
 # ---- files that others read

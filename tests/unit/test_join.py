@@ -1,4 +1,4 @@
-"""Waiting for a key of a store: in time, without a word, and to be interrupted."""
+"""The store: waiting for a key in time, without a word, and to be interrupted; values of another type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from phalanx.store.join import wait_for
+from phalanx.errors import CheckpointError, PeerFailed, UsageError
+from phalanx.store.coordinator import Coordinator
+from phalanx.store.primitives import wait_for
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def test_a_key_that_does_not_come_is_not_a_word_of_torchs() -> None:
     code = """
         import time
         from torch.distributed import TCPStore
-        from phalanx.store.join import wait_for
+        from phalanx.store.primitives import wait_for
         store = TCPStore("127.0.0.1", 0, is_master=True)
         started = time.monotonic()
         assert not wait_for(store, "never", 0.2)
@@ -52,3 +54,37 @@ def test_a_signal_interrupts_it(store: HashStore) -> None:
             wait_for(store, "never", 20.0)
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_an_error_ends_a_wait_unless_the_key_came_first(store: HashStore) -> None:
+    """A rank may set the key and end."""
+    assert not wait_for(store, "never", 0.1, lambda _: None, look_every=0.01)
+    with pytest.raises(PeerFailed, match="rank 1 has died"):
+        wait_for(store, "never", 20.0, lambda _: PeerFailed("rank 1 has died"), look_every=0.01)
+
+    def set_and_die(_: float) -> PeerFailed:
+        store.set("last", "1")
+        return PeerFailed("rank 1 has died")
+
+    assert wait_for(store, "last", 20.0, set_and_die, look_every=0.01)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "text"),
+    [
+        ('["", [1, 2]]', None, ""),
+        *((found, CheckpointError, "does not hold") for found in ('["", [null]]', '["", ["1"]]', '["", 5]', "5", "x")),
+        ('["UsageError", "no"]', UsageError, "no"),
+        ('["OSError", "full"]', CheckpointError, "full"),
+    ],
+)
+def test_the_result_of_rank_0_has_its_type(
+    store: HashStore, content: str, error: type[Exception] | None, text: str
+) -> None:
+    follower = Coordinator(store, 1, 2, (), "it was agreed on", CheckpointError)
+    store.set("turn 0", content)
+    if error is None:
+        assert follower.lead(lambda: [0], list[int]) == [1, 2]
+        return
+    with pytest.raises(error, match=text):
+        follower.lead(lambda: [0], list[int])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
 import time
@@ -17,7 +18,6 @@ from phalanx.argparser import whole_number
 from phalanx.checkpoint import flatten, schedule, sharding
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.checkpoint_text import note, say
-from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.save import Background, Saving, Task
 from phalanx.checkpoint.select import CheckpointSelector
 from phalanx.checkpoint.sharding import share_of
@@ -27,8 +27,13 @@ from phalanx.checkpoint.storage.manifest import MOST_STEPS
 from phalanx.checkpoint.storage.records import Share
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.status.layout import CHECKPOINT
+from phalanx.store import tcp_store
+from phalanx.store.coordinator import Coordinator
+from phalanx.world import World
 
 _PATIENCE = 10.0
+_numbers = itertools.count()
+"""Numbers of the checkpointers in this process: every rank makes the same ones in the same order."""
 
 
 class Checkpointer:
@@ -65,7 +70,7 @@ class Checkpointer:
         self._catalog = Catalog(open_storage(path, mode))
         self._keep = None if keep is None else whole_number("keep", keep, 1)
         self._asynchronous, self._trust = asynchronous, trust
-        self._coordinator = Coordinator()
+        self._coordinator = new_coordinator(worlds.current())
         self._schedule = schedule.parse(every, self._coordinator.lead)
         self._note = functools.partial(note, self._coordinator.rank)
         self._background: Background | None = None
@@ -134,9 +139,7 @@ class Checkpointer:
                 raise failure from error.__cause__ if failure is error else error
             pieces, share = [], Share(state.step, "", error=str(failure))
         size = sum(piece.tensor.nbytes for piece in pieces)
-        task = Task(
-            state.step, self._saves, self._token, state.parts, share, self._keep, size, coordinator.begin_save()
-        )
+        task = Task(state.step, self._saves, self._token, state.parts, share, self._keep, size, coordinator.used_keys())
         self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=background.copies.bytes)
         self._saving = Saving(task, background, coordinator, self._catalog, self._note)
         self._saves += 1
@@ -165,8 +168,8 @@ class Checkpointer:
                 raise
             return uuid.uuid4().hex[:12]
 
-        token = self._coordinator.lead(prepare)
-        if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{12}", token):
+        token = self._coordinator.lead(prepare, str)
+        if not re.fullmatch("[0-9a-f]{12}", token):
             raise CheckpointError("the run's store does not hold what rank 0 has written there.")
         return token
 
@@ -232,10 +235,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
         self.wait()
-        found = self._coordinator.lead(lambda: sorted(entry.step for entry in self._catalog.whole()))
-        if not isinstance(found, list) or not all(type(step) is int for step in found):
-            raise CheckpointError("the run's store does not hold what rank 0 has written there.")
-        return found
+        return self._coordinator.lead(lambda: sorted(entry.step for entry in self._catalog.whole()), list[int])
 
     def load_latest(
         self,
@@ -285,3 +285,12 @@ def _explained(error: Exception, rank: int, step: int) -> Exception:
     told = CheckpointError(f"rank {rank} could not take the state of step {step}: {type(error).__name__}: {error}")
     told.__cause__ = error
     return told
+
+
+def new_coordinator(world: World) -> Coordinator:
+    """Returns a coordinator of all ranks for one checkpointer, with a part of the store of its own."""
+    from torch.distributed import PrefixStore
+
+    shared = world.store if world.store is not None else tcp_store.private()
+    store = PrefixStore(f"phalanx/checkpoint-{next(_numbers)}", shared)
+    return Coordinator(store, world.rank, world.size, world.claims, "a checkpoint was being agreed on", CheckpointError)

@@ -20,12 +20,12 @@ import torch
 
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.checkpoint_text import say
-from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.copy_gate import CopyGate
 from phalanx.checkpoint.sharding import Copies
 from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, file_of
 from phalanx.checkpoint.storage.records import Share, disagreement, merged
 from phalanx.errors import CheckpointError
+from phalanx.store.coordinator import Coordinator
 from phalanx.system.sizes import in_decimal_bytes
 
 _FULL = "the disk is full."
@@ -108,7 +108,9 @@ class Saving:
         if self._lost is not None:
             reason = str(self._lost) or type(self._lost).__name__
             raise CheckpointError(f"the checkpoint of step {self.step} could not be agreed on: {reason}")
-        error = self._coordinator.hear(self._key("outcome"), str, lambda _: still(time.monotonic() - self._started))
+        error = self._coordinator.await_value(
+            self._key("outcome"), str, lambda: still(time.monotonic() - self._started)
+        )
         if error:
             raise CheckpointError(error)
 
@@ -219,7 +221,7 @@ class Saving:
     def _tell(self, problem: str) -> None:
         if problem:
             self._note("save failed", step=self.step, problem=problem)
-        self._coordinator.tell(self._key("outcome"), problem)
+        self._coordinator.publish(self._key("outcome"), problem)
 
     def _explain(self, error: Exception) -> str:
         head = (

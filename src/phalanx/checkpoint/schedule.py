@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from typing import Any
 
 from phalanx.errors import UsageError
 
@@ -43,7 +42,7 @@ class EverySeconds(Always):
     how many calls to let pass: half of those that fit into what is left.
     """
 
-    def __init__(self, seconds: float, ask: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, seconds: float, ask: Callable[[Callable[[], int], type[int]], int]) -> None:
         """``ask(work)`` has rank 0 do the work, and gives its result to all."""
         self._seconds, self._ask = seconds, ask
         self._begin()
@@ -57,7 +56,7 @@ class EverySeconds(Always):
         self._calls += 1
         if self._calls < self._ask_at:
             return False
-        wait = self._ask(self._calls_to_wait)
+        wait = self._ask(self._calls_to_wait, int)
         self._ask_at = self._calls + wait
         return wait == 0
 
@@ -73,7 +72,7 @@ class EverySeconds(Always):
         self._begin()
 
 
-def parse(every: int | str | None, ask: Callable[[Callable[[], Any]], Any]) -> Always:
+def parse(every: int | str | None, ask: Callable[[Callable[[], int], type[int]], int]) -> Always:
     """None, a number of steps, or a time such as "90s", "10min" or "1h"."""
     if every is None:
         return Always()

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 
 from phalanx import attempt
+from phalanx import world as worlds
 from phalanx.checkpoint.catalog import Catalog, check_name
 from phalanx.checkpoint.checkpoint_text import say
-from phalanx.checkpoint.coordinator import Coordinator
 from phalanx.checkpoint.load import Loaded
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.store.coordinator import Coordinator
 
 
 class CheckpointSelector:
@@ -27,7 +28,7 @@ class CheckpointSelector:
         """The newest that is whole, into ``state``; whether there is one."""
         skipped: set[str] = set()
         while True:
-            directory = self._coordinator.lead(lambda: self._newest(skipped))
+            directory = self._coordinator.lead(lambda: self._newest(skipped), str | None)
             if directory is None:
                 return False
             check_name(directory)
@@ -38,7 +39,7 @@ class CheckpointSelector:
                 self._skip(directory, problem, skipped)
 
     def load(self, step: int, state: State) -> None:
-        directory = check_name(self._coordinator.lead(lambda: self._of_step(step)))
+        directory = check_name(self._coordinator.lead(lambda: self._of_step(step), str))
         if problem := self._try(directory, state):
             raise CheckpointError(f"step {step} in {self._catalog.place} is damaged: {problem}.")
 
@@ -84,7 +85,7 @@ class CheckpointSelector:
             return problem
         loaded, problem, refusal = None, "", ""
         try:
-            loaded = Loaded(self._catalog.place, entry, state, coordinator.world, self._trust)
+            loaded = Loaded(self._catalog.place, entry, state, worlds.current(), self._trust)
         except OSError as error:
             problem = f"it cannot be read: {error.strerror or error}"
         except Broken as error:
@@ -106,5 +107,5 @@ class CheckpointSelector:
 
     def _of_all(self, problem: str) -> str:
         """The first of what the ranks have found."""
-        told = self._coordinator.gather(problem)
-        return str(self._coordinator.lead(lambda: next((each for each in told or () if each), "")))
+        told = self._coordinator.gather(problem, str)
+        return self._coordinator.lead(lambda: next((each for each in told or () if each), ""), str)

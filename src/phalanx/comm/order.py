@@ -15,12 +15,11 @@ from phalanx import world as worlds
 from phalanx.argparser import shown
 from phalanx.errors import PeerFailed, UsageError
 from phalanx.status import layout
-from phalanx.store.join import wait_for
+from phalanx.store.primitives import read, wait_for, write
 from phalanx.world import World
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_SLICE = 2.0
 _turns = {False: itertools.count(), True: itertools.count()}
 
 
@@ -59,9 +58,9 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        world.store.set(key, f"{type(error).__name__}: {error}")
+        write(world.store, key, f"{type(error).__name__}: {error}")
         raise
-    world.store.set(key, "done")
+    write(world.store, key, "")
 
 
 def _first_of_the_node(world: World) -> int:
@@ -75,15 +74,17 @@ def _first_of_the_node(world: World) -> int:
 def _follow(world: World, leader: int, key: str) -> None:
     from torch.distributed import DistNetworkError
 
+    def died(_: float) -> PeerFailed | None:
+        has_died = world.claims and world.claims[leader].has_died
+        return PeerFailed(f"rank {leader}, which goes first here, has died; see its log.") if has_died else None
+
     try:
-        while not wait_for(world.store, key, _SLICE):
-            if world.claims and world.claims[leader].has_died:
-                raise PeerFailed(f"rank {leader}, which goes first here, has died; see its log.")
+        wait_for(world.store, key, look=died)
+        failure = read(world.store, key, str)
     except DistNetworkError:
         raise PeerFailed(f"rank {leader}, which goes first here, took the store with it; see its log.") from None
-    outcome = world.store.get(key).decode(errors="replace")
-    if outcome != "done":
-        raise PeerFailed(f"rank {leader} went first and failed with {outcome}.")
+    if failure:
+        raise PeerFailed(f"rank {leader} went first and failed with {failure}.")
 
 
 def _rank() -> int:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
+from phalanx.messages import Rank
 from phalanx.shm.node.failures import CollectiveTimeout
-from phalanx.store import join
+from phalanx.store.primitives import read, wait_for, write
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _FOR_THE_VERDICT = 1.0
 """Seconds that the others give the first rank beyond its own timeout."""
 
 
-def pass_together(store: Any, rank: int, size: int, timeout: float, wait_for_all: bool) -> None:
+def pass_together(store: Store, rank: int, size: int, timeout: float, wait_for_all: bool) -> None:
     """Returns when all ranks have come; otherwise an error in torch's own words, on those that have."""
     if rank == 0:
         missing = _missing(store, size, timeout, wait_for_all)
-        store.set("verdict", ", ".join(map(str, missing)) or "none")
+        write(store, "verdict", missing)
         if missing:
             raise CollectiveTimeout(_complaint(missing, timeout))
         return
-    store.set(f"rank {rank}", "here")
-    if join.wait_for(store, "verdict", timeout + _FOR_THE_VERDICT):
-        missing_text = store.get("verdict").decode(errors="replace")
-        if missing_text == "none":
+    write(store, f"rank {rank}", "here")
+    if wait_for(store, "verdict", timeout + _FOR_THE_VERDICT):
+        missing = read(store, "verdict", list[Rank])
+        if not missing:
             return
-        reason = f"of ranks that did not come: {missing_text}"
+        reason = f"of ranks that did not come: {', '.join(map(str, missing))}"
     else:
         reason = "it did not come itself"
     raise CollectiveTimeout(
@@ -34,12 +38,12 @@ def pass_together(store: Any, rank: int, size: int, timeout: float, wait_for_all
     )
 
 
-def _missing(store: Any, size: int, timeout: float, wait_for_all: bool) -> list[int]:
+def _missing(store: Store, size: int, timeout: float, wait_for_all: bool) -> list[int]:
     deadline = time.monotonic() + timeout
     missing = []
     for other in range(1, size):
         left = deadline - time.monotonic()
-        if timeout <= 0 or not join.wait_for(store, f"rank {other}", left):
+        if timeout <= 0 or not wait_for(store, f"rank {other}", left):
             missing.append(other)
             if not wait_for_all:
                 break

@@ -12,11 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import socket
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,6 +37,7 @@ from phalanx.shm.node.work_queue import Finished, WorkQueue
 from phalanx.status import layout
 from phalanx.status.layout import ALL_REDUCE
 from phalanx.store import join
+from phalanx.store.tcp_store import part_for_each_use
 from phalanx.torch_compat.c10d import add_default_backend
 from phalanx.torch_compat.gloo import new_group
 
@@ -53,14 +53,15 @@ class ShmGroup(dist.ProcessGroup):
     substitutes_gloo = False
     """The script has asked for gloo, or for nothing; it is answered as gloo would."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, name: str, ranks: Sequence[int]
+    ) -> None:
         super().__init__(rank, size)
         seconds = timeout.total_seconds()
         # torch may give two groups without a common rank the same name, and so the same store.
         store = dist.PrefixStore(",".join(map(str, ranks)), store)
         # The same holds for a group that is made again after it was destroyed, when the launcher has the store.
-        turn = store.add(f"made by rank {rank}, host {socket.gethostname()}, pid {os.getpid()}", 1)
-        store = dist.PrefixStore(str(turn), store)
+        store = part_for_each_use(store, rank)
         self._names = Names(name, ranks, seconds)
         self._book = StatusLog("0" if name == "world" else name, ranks)
         messages = Messages(rank, self._names, self._book)
@@ -92,7 +93,7 @@ class ShmGroup(dist.ProcessGroup):
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
-    def _add_gloo(self, store: Any, rank: int, size: int, timeout: timedelta, address: str) -> None:
+    def _add_gloo(self, store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> None:
         inner = new_group(store, rank, size, timeout, address, lazy=True)
         # Called directly: by way of super() torch holds the interpreter's lock, which gloo's own thread may want.
         self._gloo = inner

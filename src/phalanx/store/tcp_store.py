@@ -1,27 +1,37 @@
-"""torch's TCPStore: hosting it on a socket that is already open, reaching one, and which one a script means."""
+"""torch's TCPStore: serving it on a socket that is already open, connecting to one, and which one a script means."""
 
 from __future__ import annotations
 
 import functools
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from phalanx import torch_compat
 from phalanx.errors import MasterUnreachable
 
-_HANDSHAKE = 10.0
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+P = ParamSpec("P")
+_HANDSHAKE_TIMEOUT = 10.0
 """Seconds for a server that accepts connections to answer as a store does."""
-_FIRST_WORD, _NEXT_WORD = 3.0, 10.0
-"""Seconds until a wait is told, and told again."""
+_FIRST_NOTICE, _NEXT_NOTICE = 3.0, 10.0
+"""Seconds until a wait is reported, and until it is reported again."""
 
 
-def serve(host: str, listener: socket.socket, timeout: float) -> Any:
-    """A store behind ``listener``, which stays open: a later store can take its place."""
+def notify(text: str) -> None:
+    """Prints a line of phalanx on standard error."""
+    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+
+
+def serve(host: str, listener: socket.socket, timeout: float) -> Store:
+    """Serves a store behind ``listener``, which stays open: a later store can take its place."""
     from torch.distributed import TCPStore
 
     return TCPStore(
@@ -35,8 +45,8 @@ def serve(host: str, listener: socket.socket, timeout: float) -> Any:
     )
 
 
-def private() -> Any:
-    """A store for this process alone."""
+def private() -> Store:
+    """Returns a store for this process alone."""
     import torch.distributed as dist
 
     if hasattr(dist, "HashStore"):
@@ -44,41 +54,41 @@ def private() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)  # on Windows
 
 
-def connect(host: str, port: int, timeout: float, tell: Callable[[str], None]) -> Any:
-    """The store that somebody else hosts, when it is there. ``tell`` hears of a long wait."""
+def connect(host: str, port: int, timeout: float, notify: Callable[[str], None] = notify) -> Store:
+    """Connects to the store that another process serves, once it is there. ``notify`` reports a long wait."""
     from torch.distributed import DistError, TCPStore
 
-    _await_listener(host, port, timeout, tell)
-    found: list[Any] = []
+    _await_listener(host, port, timeout, notify)
+    found: list[Store] = []
     failures: list[str] = []
 
     def connect() -> None:
         try:
-            limit = timedelta(seconds=timeout)
-            found.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))
+            for_requests = timedelta(seconds=timeout)
+            found.append(TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=for_requests))
         except DistError as error:
             failures.append(str(error).strip().splitlines()[0][:200])
 
-    # In a thread, because the first words with a server that is no store have no timeout inside torch.
+    # In a thread, because torch has no timeout for the handshake with a server that is no store.
     thread = threading.Thread(target=connect, name="phalanx-connect", daemon=True)
     thread.start()
-    patience = min(timeout, _HANDSHAKE)
-    thread.join(patience)
+    limit = min(timeout, _HANDSHAKE_TIMEOUT)
+    thread.join(limit)
     if found:
         return found[0]
-    reason = failures[0] if failures else f"silent for {patience:g} s"
+    reason = failures[0] if failures else f"silent for {limit:g} s"
     raise MasterUnreachable(f"{host}:{port} answers, but not as a store ({reason}); is another program on that port?")
 
 
-def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], None]) -> None:
-    """Waits for somebody to listen; what waiting cannot heal is an error at once."""
+def _await_listener(host: str, port: int, timeout: float, notify: Callable[[str], None]) -> None:
+    """Waits for a process that listens. Raises at once what no waiting can change."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "no name of a host is like that"
         raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({why}).") from None
     started = time.monotonic()
-    told = started + _FIRST_WORD
+    next_notice = started + _FIRST_NOTICE
     while True:
         left = started + timeout - time.monotonic()
         try:
@@ -91,9 +101,9 @@ def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], 
         except OSError as error:
             raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
         now = time.monotonic()
-        if now >= told:
-            told = now + _NEXT_WORD
-            tell(f"waiting for the master {host}:{port} for {now - started:.0f} s: {reason}")
+        if now >= next_notice:
+            next_notice = now + _NEXT_NOTICE
+            notify(f"waiting for the master {host}:{port} for {now - started:.0f} s: {reason}")
         if now - started >= timeout:
             raise MasterUnreachable(
                 f"the master {host}:{port} was not reached within {timeout:g} s: {reason}. "
@@ -103,7 +113,7 @@ def _await_listener(host: str, port: int, timeout: float, tell: Callable[[str], 
 
 
 def why_unreachable(address: str, timeout: float) -> str:
-    """Why nobody can connect to ``host:port``; empty when one can, or when it is no address."""
+    """Returns why nobody can connect to ``host:port``; empty if it works, or if that is no address."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
@@ -121,60 +131,67 @@ def why_unreachable(address: str, timeout: float) -> str:
 
 
 def of_run(environ: Mapping[str, str], port: int) -> tuple[str, int] | None:
-    """The address of the launcher's own store if ``port`` is its port, by whatever name the script calls its host."""
+    """Returns the address of the launcher's store if ``port`` is its port, whatever the script calls its host."""
     host, _, own = environ.get("PHALANX_STORE", "").rpartition(":")
     return (host, port) if host and own == str(port) else None
 
 
-_elsewhere = threading.local()
-"""``is_set`` while a store is made that is not the launcher's."""
+def part_for_each_use(store: Store, rank: int) -> Store:
+    """Returns a part of the store that is empty whenever the ranks come back to it; all do so equally often."""
+    from torch.distributed import PrefixStore
+
+    turn = store.add(f"used by rank {rank}, host {socket.gethostname()}, pid {os.getpid()}", 1)
+    return PrefixStore(str(turn), store)
+
+
+_outside_run = threading.local()
+"""``is_set`` while a store is created that is not the launcher's."""
 
 
 def install() -> None:
-    """An address that the script itself has chosen (tcp://host:port, MASTER_PORT) becomes part of the launcher's store.
+    """Makes an address that the script has chosen (tcp://host:port, MASTER_PORT) a part of the launcher's store.
 
     TORCHELASTIC_USE_AGENT_STORE makes torch believe that the launcher serves any port whatsoever, and every rank would
-    wait for somebody to listen there. A world of other ranks than those of the run, of which the launcher may not know
-    all, is served by its rank 0, as without a launcher.
+    wait for a process that listens there. A world of other ranks than those of the run is served by its rank 0, as
+    without a launcher, which may not know all of them.
     """
     from phalanx.torch_compat import c10d
 
     by_launcher = c10d.USE_AGENT_STORE.get()
     if by_launcher is not None and c10d.CREATE_STORE.wrap(functools.partial(_by_address, by_launcher)) is not None:
-        c10d.USE_AGENT_STORE.wrap(_unless_elsewhere)
+        c10d.USE_AGENT_STORE.wrap(_unless_outside)
 
 
-def _by_address(by_launcher: Callable[[], bool], plain: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def create_c10d_store(hostname: str, port: int, rank: int, world_size: int, *args: Any, **kwargs: Any) -> Any:
+_Create = Callable[Concatenate[str, int, int, int, P], "Store"]
+
+
+def _by_address(by_launcher: Callable[[], bool], create: _Create[P]) -> _Create[P]:
+    @functools.wraps(create)
+    def create_c10d_store(
+        hostname: str, port: int, rank: int, world_size: int, *args: P.args, **kwargs: P.kwargs
+    ) -> Store:
         host, _, own = os.environ.get("PHALANX_STORE", "").rpartition(":")
         if not host or not by_launcher():
-            return plain(hostname, port, rank, world_size, *args, **kwargs)
+            return create(hostname, port, rank, world_size, *args, **kwargs)
         if of_run(os.environ, port) is not None:
-            return plain(host, port, rank, world_size, *args, **kwargs)
+            return create(host, port, rank, world_size, *args, **kwargs)
         if str(world_size) == os.environ.get("WORLD_SIZE"):
-            return _part(plain(host, int(own), rank, world_size, *args, **kwargs), port, rank)
-        _elsewhere.is_set = True
+            from torch.distributed import PrefixStore
+
+            shared = create(host, int(own), rank, world_size, *args, **kwargs)
+            return part_for_each_use(PrefixStore(f"tcp/{port}", shared), rank)
+        _outside_run.is_set = True
         try:
-            return plain(hostname, port, rank, world_size, *args, **kwargs)
+            return create(hostname, port, rank, world_size, *args, **kwargs)
         finally:
-            _elsewhere.is_set = False
+            _outside_run.is_set = False
 
     return create_c10d_store
 
 
-def _unless_elsewhere(by_launcher: Callable[[], bool]) -> Callable[[], bool]:
+def _unless_outside(by_launcher: Callable[[], bool]) -> Callable[[], bool]:
     @functools.wraps(by_launcher)
     def torchelastic_use_agent_store() -> bool:
-        return by_launcher() and not getattr(_elsewhere, "is_set", False)
+        return by_launcher() and not getattr(_outside_run, "is_set", False)
 
     return torchelastic_use_agent_store
-
-
-def _part(store: Any, port: int, rank: int) -> Any:
-    """Empty for every world that is made there, as a store that was served anew would be."""
-    from torch.distributed import PrefixStore
-
-    own = PrefixStore(f"tcp/{port}", store)
-    turn = own.add(f"joined by rank {rank}, host {socket.gethostname()}, pid {os.getpid()}", 1)
-    return PrefixStore(str(turn), own)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from statistics import mean
 
 from phalanx import attempt, messages
 from phalanx.errors import ForeignData
+from phalanx.store.primitives import wait_for
 from phalanx.train.log import Sums
 from phalanx.world import World
 
 _WORTH_A_WORD = 0.1
 """How much longer the slowest rank must need; less is noise."""
-_PATIENCE, _LOOK_EVERY = 0.5, 0.005
+_END_TIMEOUT = 0.5
 """Seconds for the others' last words, when rank zero has come to the end of an epoch."""
 
 
@@ -91,16 +91,11 @@ class Board:
             return
         import torch.distributed as dist
 
-        deadline = time.monotonic() + _PATIENCE
         others = [self._end_key(rank) for rank in range(1, self._world.size)]
         try:
-            # Not by its own wait: with a rank that is late, that is two lines of warnings from torch.
-            while not self._store.check(others):
-                if time.monotonic() > deadline:
-                    return  # it has left its loop, or is late: its last report has to do
-                time.sleep(_LOOK_EVERY)
-            for key in others:
-                self._store.delete_key(key)
+            if wait_for(self._store, others, _END_TIMEOUT):  # otherwise a last report is missing, and has to do
+                for key in others:
+                    self._store.delete_key(key)
         except dist.DistError:  # as above
             self._store = None
 

@@ -3,7 +3,7 @@
 A collective begins with its signature: the ranks of a node compare theirs in shared memory, the leaders of the nodes
 theirs over `LeaderLinks`. So data moves by gloo only when every rank is there and wants the same.
 
-A failure: the first rank that meets one writes it to the store (`FailureStore`), then aborts the shared memory of its
+A failure: the first rank that meets one writes it to the store (`FailureFlag`), then aborts the shared memory of its
 node, which ends the waits of all ranks there at once; they read the cause in the store. Leaders tell each other as
 well, and whoever waits for the network looks around ten times a second. So every rank raises the same, wherever it
 waits.
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.native.library import Signature
-from phalanx.shm.hierarchical.failure_store import FailureStore
 from phalanx.shm.hierarchical.gloo_groups import GlooGroup, abandon, first_line, has_come
 from phalanx.shm.hierarchical.leader_links import SLICE, LeaderLinks
 from phalanx.shm.hierarchical.topology import Topology
@@ -29,6 +28,7 @@ from phalanx.shm.node import failures
 from phalanx.shm.node.collectives import Collectives
 from phalanx.shm.node.failures import CollectiveAborted, Names, PeerLost
 from phalanx.shm.node.segment import Segment
+from phalanx.store.failure_flag import FailureFlag
 from phalanx.store.join import Claim
 
 _SIGNATURE_BYTES = len(bytes(Signature()))
@@ -49,7 +49,7 @@ class Agreement:
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         nodes: Topology,
         claims: Sequence[Claim],
         timeout: timedelta,
@@ -66,7 +66,7 @@ class Agreement:
         self._names_here.pids = tuple(claim.pid for claim in here)
         self._names_here.hosts = tuple(claim.host for claim in here)
         within = dist.PrefixStore(f"node/{nodes.here}", store)
-        self._failure_store = FailureStore(store)
+        self._failure_flag = FailureFlag(store, failures.by_name)
         self._links: LeaderLinks | None = None
         with contextlib.ExitStack() as on_error:
             self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
@@ -171,7 +171,7 @@ class Agreement:
         now = time.monotonic()
         if now - self._looked > _STORE_INTERVAL:
             self._looked = now
-            cause = self._failure_store.cause()
+            cause = self._failure_flag.cause()
             if cause is not None:
                 raise cause
 
@@ -181,12 +181,12 @@ class Agreement:
         if not isinstance(error, (_GlooFailed, CollectiveAborted)):
             return error
         # Somebody here has ended our wait, or gloo has: the one that knows why says so in the store.
-        known = self._failure_store.cause(_FOR_THE_CAUSE)
+        known = self._failure_flag.cause(_FOR_THE_CAUSE)
         if known is not None:
             return known
         if isinstance(error, _GlooFailed):
             return self._explain(error)
-        return failures.cut_off(self.names, self.nodes.rank) if self._failure_store.is_silent else error
+        return failures.cut_off(self.names, self.nodes.rank) if self._failure_flag.is_silent else error
 
     def _explain(self, error: _GlooFailed) -> PeerLost:
         """From an error of gloo to one that names the rank, as well as can be known."""
@@ -199,7 +199,7 @@ class Agreement:
 
     def _break(self, error: Exception) -> Exception:
         """Fails the group on all ranks. Returns the cause, which is another error if that was first."""
-        cause = self._failure_store.raise_with(error)
+        cause = self._failure_flag.raise_with(error)
         self._broken = cause
         self._segment.abort()
         if self._links is not None:
@@ -208,14 +208,14 @@ class Agreement:
 
     def abort(self) -> None:
         """From any thread: whoever waits notices."""
-        self._failure_store.raise_with(failures.aborted(self.names, self.nodes.rank))
+        self._failure_flag.raise_with(failures.aborted(self.names, self.nodes.rank))
         self._segment.abort()
 
     # ---- leaving
 
     def close(self) -> None:
         if self._segment.has_failed and self._broken is None:
-            self._break(self._failure_store.cause() or self._segment.failure())
+            self._break(self._failure_flag.cause() or self._segment.failure())
         if self._links is not None:
             self._links.close()
         if self._broken is not None:

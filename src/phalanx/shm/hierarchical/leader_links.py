@@ -16,16 +16,19 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from phalanx import messages
 from phalanx.errors import ForeignData, JoinError
 from phalanx.messages import Name, Port
-from phalanx.shm.hierarchical import failure_store
 from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
 from phalanx.shm.node.failures import Names
-from phalanx.store import join
+from phalanx.store.failure_flag import Failure
+from phalanx.store.primitives import read, wait_for, write
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _HEADER = struct.Struct("<BI")
 """What it is, and the number of bytes that follow."""
@@ -39,8 +42,6 @@ _ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2
 `phalanx run`, which can say more about it and shall have the first word."""
 SLICE = 0.1
 """Seconds after which a wait looks around."""
-_STORE_SLICE = 2.0
-"""A wait in the store cannot be interrupted, so it is done in pieces of this length."""
 
 
 class _Connection:
@@ -106,13 +107,14 @@ class _Connection:
             elif kind == _FAREWELL:
                 self.has_left = True
             elif self.failure is None:
-                self.failure = failure_store.decode(data)
+                found = messages.decode(data, Failure, "another leader")
+                self.failure = failures.by_name(found.kind, found.text)
 
 
 class LeaderLinks:
     """What the leader of a node has: a line to each other leader."""
 
-    def __init__(self, store: Any, nodes: Topology, address: str, timeout: float, names: Names) -> None:
+    def __init__(self, store: Store, nodes: Topology, address: str, timeout: float, names: Names) -> None:
         self._nodes, self._names = nodes, names
         self._selector = selectors.DefaultSelector()
         connections = _connect_all(store, nodes, address, timeout)
@@ -155,7 +157,7 @@ class LeaderLinks:
 
     def tell(self, cause: Exception) -> None:
         for line in self._lines.values():
-            line.post(_FAILURE, failure_store.encode(cause))
+            line.post(_FAILURE, messages.encode(Failure.of(cause)))
 
     def close(self) -> None:
         self._move(0.0)  # what is unread when a connection is closed takes the last words with it
@@ -205,15 +207,14 @@ class LeaderLinks:
 # ---- connecting
 
 
-def _connect_all(store: Any, nodes: Topology, address: str, timeout: float) -> dict[int, socket.socket]:
+def _connect_all(store: Store, nodes: Topology, address: str, timeout: float) -> dict[int, socket.socket]:
     """A connection to each other leader. The later node calls the earlier one."""
     deadline = time.monotonic() + timeout
     secret = secrets.token_bytes(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as on_error, socket.create_server((address, 0), family=family) as listener:
-        place = [address, listener.getsockname()[1], secret.hex()]
-        store.set(f"leader/{nodes.here}", messages.encode(place))
+        write(store, f"leader/{nodes.here}", (address, listener.getsockname()[1], secret.hex()))
         for node in range(nodes.here):
             found[node] = _call(store, node, nodes.here, deadline)
             on_error.callback(found[node].close)
@@ -232,14 +233,12 @@ def _connect_all(store: Any, nodes: Topology, address: str, timeout: float) -> d
     return found
 
 
-def _call(store: Any, node: int, caller: int, deadline: float) -> socket.socket:
-    while not join.wait_for(store, f"leader/{node}", min(_STORE_SLICE, deadline - time.monotonic())):
-        if time.monotonic() > deadline:
-            raise JoinError(f"the leader of node {node} did not come while the group was being formed.")
-    source = "the store of the group"
-    address, port, secret = messages.decode(store.get(f"leader/{node}"), tuple[Name, Port, Name], source)
+def _call(store: Store, node: int, caller: int, deadline: float) -> socket.socket:
+    if not wait_for(store, f"leader/{node}", deadline - time.monotonic()):
+        raise JoinError(f"the leader of node {node} did not come while the group was being formed.")
+    address, port, secret = read(store, f"leader/{node}", tuple[Name, Port, Name])
     if not _SECRET.fullmatch(secret):
-        raise ForeignData(f"{source} holds a secret of node {node} that phalanx did not write there.")
+        raise ForeignData(f"the store holds a secret of node {node} that phalanx did not write there.")
     try:
         connection = socket.create_connection((address, port), timeout=max(0.01, deadline - time.monotonic()))
         connection.sendall(_HELLO.pack(bytes.fromhex(secret), caller))

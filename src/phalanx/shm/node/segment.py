@@ -10,19 +10,20 @@ import contextlib
 import ctypes
 import mmap
 import os
-import time
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from phalanx import messages
 from phalanx.errors import ForeignData, JoinError, PeerLost, UsageError
 from phalanx.native import library
 from phalanx.shm.node import failures
 from phalanx.shm.node.failures import Names
-from phalanx.store import join
 from phalanx.store.join import Claim
+from phalanx.store.primitives import read, wait_for, write
 from phalanx.system import procfs
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _FILE = "phalanx-shm"
 _LARGEST_SLOT = 1 << 20
@@ -31,8 +32,6 @@ _ALL_SLOTS = 16 << 20
 """What the slots of all ranks should hold together: about what a shared cache does."""
 PATIENCE = 200
 """Microseconds for which a wait yields the core before it sleeps."""
-_SLICE = 2.0
-"""Seconds after which a wait for the first rank looks whether it is alive."""
 
 
 def why_not_here() -> str | None:
@@ -51,7 +50,7 @@ def why_not_here() -> str | None:
 class Segment:
     """A group's shared memory, mapped, with this rank's native handle on it."""
 
-    def __init__(self, store: Any, claims: Sequence[Claim], rank: int, timeout: float, names: Names) -> None:
+    def __init__(self, store: Store, claims: Sequence[Claim], rank: int, timeout: float, names: Names) -> None:
         """``claims`` are those of its ranks, in order, all on this machine; ``rank`` is this one's place among them."""
         size = len(claims)
         if size > library.MAX_RANKS:
@@ -67,7 +66,7 @@ class Segment:
                 os.ftruncate(fd, self._bytes)
                 self._map(fd)
                 self._lib.phx_format(self._base, size, slot)
-                store.set("segment", str(fd))
+                write(store, "segment", fd)
             else:
                 fd = _open(claims[0], _await_file(store, claims[0], timeout))
                 stack.callback(os.close, fd)
@@ -146,15 +145,15 @@ def _leave(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None
             os.close(fd)
 
 
-def _await_file(store: Any, owner: Claim, timeout: float) -> int:
+def _await_file(store: Store, owner: Claim, timeout: float) -> int:
     """The owner's descriptor of the file, which it has made or is about to make."""
-    deadline = time.monotonic() + timeout
-    while not join.wait_for(store, "segment", _SLICE):
-        if owner.has_died:
-            raise PeerLost(f"{owner} ended while the group was being formed.")
-        if time.monotonic() > deadline:
-            raise JoinError(f"{owner} has not made the memory of the group within {timeout:g} s.")
-    return messages.decode(store.get("segment"), int, "the store of the group")
+
+    def died(_: float) -> PeerLost | None:
+        return PeerLost(f"{owner} ended while the group was being formed.") if owner.has_died else None
+
+    if not wait_for(store, "segment", timeout, died):
+        raise JoinError(f"{owner} has not made the memory of the group within {timeout:g} s.")
+    return read(store, "segment", int)
 
 
 def _open(owner: Claim, fd: int) -> int:
