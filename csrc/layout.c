@@ -17,7 +17,7 @@ SIZE(_Atomic double, 8);
 
 SIZE(phx_call, 96);
 AT(phx_call, op, 0); AT(phx_call, reduce, 4); AT(phx_call, dtype, 8); AT(phx_call, width, 12);
-AT(phx_call, root, 16); AT(phx_call, patience, 20); AT(phx_call, count, 24); AT(phx_call, factor, 32);
+AT(phx_call, root, 16); AT(phx_call, yield_microseconds, 20); AT(phx_call, count, 24); AT(phx_call, factor, 32);
 AT(phx_call, timeout_ns, 40); AT(phx_call, in, 48); AT(phx_call, out, 56); AT(phx_call, ins, 64);
 AT(phx_call, outs, 72); AT(phx_call, sends, 80); AT(phx_call, receives, 88);
 

@@ -131,7 +131,7 @@ typedef struct {
     uint32_t dtype;
     uint32_t width;
     int32_t root;      /* -1 where there is none */
-    uint32_t patience; /* microseconds of yielding before sleeping */
+    uint32_t yield_microseconds; /* microseconds of yielding before sleeping */
     uint64_t count;
     double factor;
     uint64_t timeout_ns; /* of waiting while no rank that is waited for gets any further */

@@ -152,7 +152,7 @@ static bool sleep_for(phx_group *g, int rank, counter_offset counter, uint64_t v
 
 static int wait_patiently(phx_group *g, int rank, counter_offset counter, uint64_t value)
 {
-    uint64_t now = now_ns(), until = now + g->now.call.patience * UINT64_C(1000);
+    uint64_t now = now_ns(), until = now + g->now.call.yield_microseconds * UINT64_C(1000);
     if (!g->now.deadline)
         g->now.deadline = now + smaller(g->now.call.timeout_ns, UINT64_MAX - now);
     while (now < until && g->times_away < TIMES_AWAY) {

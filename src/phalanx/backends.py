@@ -22,7 +22,7 @@ from phalanx import env, status, torch_compat
 from phalanx.errors import UsageError
 from phalanx.status import layout, notices
 from phalanx.store import vote
-from phalanx.torch_compat import c10d, gloo
+from phalanx.torch_compat import c10d
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,7 @@ def require_shm() -> None:
 
 
 def _why_not_here() -> str | None:
-    reason = torch_compat.why_no_shm() or gloo.why_not_inside()
+    reason = torch_compat.why_no_shm() or c10d.why_no_gloo_inside()
     if reason is not None:
         return reason
     from phalanx import shm

@@ -130,7 +130,7 @@ static step_plan plan(uint64_t *state, uint64_t slot_bytes)
                         .dtype = TYPES[type].dtype,
                         .width = TYPES[type].width,
                         .root = -1,
-                        .patience = (uint32_t)below(state, 60),
+                        .yield_microseconds = (uint32_t)below(state, 60),
                         .count = below(state, most + 1),
                         .timeout_ns = UINT64_C(60) * 1000000000};
     uint32_t op = p.call.op;

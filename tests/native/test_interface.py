@@ -191,7 +191,9 @@ def run_while_a_signal_comes_before_the_sleep(_: int) -> list[tuple[str, str]]:
     """A signal while the wait still yields the core ends no sleep, and its handler must run all the same."""
     memory = Memory(2)
     group, lib = memory.handle(), memory.lib
-    barrier = library.Call(op=library.BARRIER, root=-1, timeout_ns=library.nanoseconds(20.0), patience=200_000)
+    barrier = library.Call(
+        op=library.BARRIER, root=-1, timeout_ns=library.nanoseconds(20.0), yield_microseconds=200_000
+    )
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.02)
     seen = [("INTERRUPTED", named(lib.phx_run(group, ctypes.addressof(barrier))))]

@@ -115,7 +115,7 @@ def refuse_the_rest(world: World) -> dict[str, str]:
         "sparse": lambda: dist.broadcast(sparse, 0),
         "sharded model": lambda: data_parallel(model),
         "sharded model in DDP": lambda: DistributedDataParallel(model),
-        "no address": lambda: group._collectives._run(library.Call(op=library.ALL_REDUCE, width=4, count=3, root=-1)),
+        "no address": lambda: group._inner._run(library.Call(op=library.ALL_REDUCE, width=4, count=3, root=-1)),
     }
     told = {name: refusal(act) for name, act in acts.items()}
     dist.all_reduce(total := torch.ones(1))  # nobody has entered anything

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.shm.hierarchical import flat_tensors, reduction_plan
+from phalanx.shm.hierarchical import reduction_plan
 from phalanx.shm.hierarchical.topology import Topology, cut, pieces, sort_into_nodes
-from phalanx.shm.node.tensors import REDUCE_NAMES
+from phalanx.shm.node import tensors
+from phalanx.shm.node.tensors import REDUCE_NAMES, Operator
 
 
 def test_ranks_are_sorted_into_nodes() -> None:
@@ -57,14 +58,14 @@ def test_pieces_and_parts_cover_everything_once(count: int, width: int, gloo_gro
 
 @pytest.mark.parametrize("name", REDUCE_NAMES)
 def test_every_operator_has_a_plan(name: str) -> None:
-    plan = reduction_plan.plan(REDUCE_NAMES.index(name), 0.5, torch.float32, 6)
+    plan = reduction_plan.plan(Operator(REDUCE_NAMES.index(name), 0.5 * (name == "premul_sum")), torch.float32, 6)
     assert plan.divisor == (6 if name == "avg" else 1)
     assert plan.between == ("sum" if name in ("avg", "premul_sum") else name)
     assert plan.within.factor == (0.5 if name == "premul_sum" else 0.0)
 
 
 def test_an_average_of_halves_is_divided_before_it_is_added_up() -> None:
-    plan = reduction_plan.plan(REDUCE_NAMES.index("avg"), 0.0, torch.float16, 4)
+    plan = reduction_plan.plan(Operator(REDUCE_NAMES.index("avg")), torch.float16, 4)
     assert (plan.within.factor, plan.between, plan.divisor) == (0.25, "sum", 1)
 
 
@@ -80,7 +81,7 @@ def test_combining_is_done_in_float32_and_in_order() -> None:
 
 
 def test_gloo_is_used_where_it_does_the_same() -> None:
-    def uses_gloo(dtype: torch.dtype, between: str, nodes: int = 2) -> bool:
+    def uses_gloo(dtype: torch.dtype, between: reduction_plan.Between, nodes: int = 2) -> bool:
         return reduction_plan.by_gloo(torch.zeros(1, dtype=dtype), between, nodes) is not None
 
     assert uses_gloo(torch.float32, "sum")
@@ -105,6 +106,6 @@ def test_division_cuts_integers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bool, torch.float8_e5m2, torch.int64])
 def test_bytes_there_and_back(dtype: torch.dtype) -> None:
     block = torch.arange(6).to(torch.uint8 if dtype == torch.float8_e5m2 else dtype).view(dtype)
-    data = flat_tensors.as_bytes(block)
+    data = tensors.as_bytes(block)
     shifted = torch.cat([torch.zeros(1, dtype=torch.uint8), data])[1:]
-    assert torch.equal(flat_tensors.as_bytes(flat_tensors.typed(shifted, dtype)), data)
+    assert torch.equal(tensors.as_bytes(tensors.typed(shifted, dtype)), data)

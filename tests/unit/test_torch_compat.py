@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.nn import Module
 
 import phalanx
-from phalanx.torch_compat import c10d, dataloader, dynamo, gloo, nn, release
+from phalanx.torch_compat import c10d, dataloader, dynamo, nn, release
 from phalanx.torch_compat.names import by_area
 from tests.unit import without_a_name
 
@@ -28,7 +28,7 @@ NEEDED_BY_SHM = {
     str(name)
     for name in (
         *(c10d.NEW_GROUP, c10d.WORLD, c10d.SET_DEFAULT_BACKEND, c10d.REGISTER_BACKEND),
-        *(gloo.OPTIONS, gloo.OPTIONS_TIMEOUT, gloo.OPTIONS_DEVICES),
+        *(c10d.GLOO_OPTIONS, c10d.GLOO_OPTIONS_TIMEOUT, c10d.GLOO_OPTIONS_DEVICES),
     )
 }
 PRIVATE_MODULE = re.compile(r"torch(\.\w+)*[./]_[a-z]\w*([./]\w+)*(:[\w.]+)?")

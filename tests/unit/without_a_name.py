@@ -99,11 +99,10 @@ def group() -> None:
 
 def connections() -> None:
     from phalanx import backends
-    from phalanx.torch_compat import gloo
+    from phalanx.torch_compat import c10d as compat
 
-    rank()
     if backends._why_not_here() is None:
-        gloo.set_timeout(gloo.new_group(dist.HashStore(), 0, 1, SECOND, "127.0.0.1"), SECOND)
+        compat.set_gloo_timeout(compat.new_gloo(dist.HashStore(), 0, 1, SECOND, "127.0.0.1"), SECOND)
 
 
 def compiled() -> None:
@@ -191,7 +190,7 @@ def tensor() -> None:
     from phalanx.torch_compat import tensors as pytree
 
     Copies().take([])
-    assert tensors.in_one_piece(torch.ones(4, 4).t()).is_contiguous()
+    assert tensors.contiguous(torch.ones(4, 4).t()).is_contiguous()
     tree = {"a": [torch.ones(1), 2], "b": (torch.ones(1),)}
     doubled = pytree.tree_map_only(torch.Tensor, lambda each: each * 2, tree)
     assert doubled == {"a": [torch.full((1,), 2.0), 2], "b": (torch.full((1,), 2.0),)}
@@ -215,16 +214,23 @@ def nodes() -> None:
     assert not refusal or refusal.startswith("the number of nodes cannot change: this torch has no ")
 
 
+def process_groups() -> None:
+    group()
+    connections()
+    nodes()
+
+
+def modules() -> None:
+    gradients()
+    model()
+
+
 DEPENDS: dict[str, Callable[[], None]] = {
-    "autograd": rank,
-    "c10d": group,
+    "c10d": process_groups,
     "dataloader": loader,
-    "ddp": gradients,
     "dynamo": compiled,
-    "elastic": nodes,
     "flight_recorder": records,
-    "gloo": connections,
-    "nn": model,
+    "nn": modules,
     "tensors": tensor,
 }
 

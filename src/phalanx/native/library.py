@@ -68,7 +68,7 @@ class Call(Structure):
         ("dtype", c_uint32),
         ("width", c_uint32),
         ("root", c_int32),
-        ("patience", c_uint32),
+        ("yield_microseconds", c_uint32),
         ("count", c_uint64),
         ("factor", c_double),
         ("timeout_ns", c_uint64),

@@ -17,14 +17,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.torch_compat import c10d, ddp
+from phalanx.torch_compat import c10d
+from phalanx.torch_compat.nn import DDP_INIT
 
 _models: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def install() -> None:
     if dist.is_available() and dist.is_gloo_available():
-        ddp.INIT.wrap(_with_group_last)
+        DDP_INIT.wrap(_with_group_last)
         for name in (c10d.GET_BACKEND, c10d.DEVICE_TYPES):
             name.get()  # what `_keep_groups` needs: if it is not there, that is noted now
 

@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from phalanx import status
 from phalanx.status import layout
-from phalanx.torch_compat import autograd, dataloader
+from phalanx.torch_compat import dataloader
+from phalanx.torch_compat.nn import BACKWARD, SAVE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _after_a_step = layout.FORWARD
@@ -27,8 +28,8 @@ _after_a_step = layout.FORWARD
 
 def install() -> None:
     dataloader.NEXT.wrap(_fetching)
-    autograd.BACKWARD.wrap(_going_backward)
-    autograd.SAVE.wrap(functools.partial(_in_phase, layout.CHECKPOINT))
+    BACKWARD.wrap(_going_backward)
+    SAVE.wrap(functools.partial(_in_phase, layout.CHECKPOINT))
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     status.when_begun(lambda page: page.places.never_users([_TORCH]))

@@ -19,7 +19,8 @@ from torch.utils.hooks import unserializable_hook
 from phalanx import status
 from phalanx.recorder import flight_reader
 from phalanx.status import layout
-from phalanx.torch_compat import autograd, c10d, ddp
+from phalanx.torch_compat import c10d
+from phalanx.torch_compat.nn import DDP_BROADCAST, DDP_INIT, ENGINE
 
 _engine: Any = None
 """Of autograd; its callbacks are called at the end of backward."""
@@ -30,10 +31,10 @@ def install() -> None:
     if not dist.is_available():
         return
     c10d.WAIT.wrap(_waiting if flight_reader.is_there() else _noted_waiting)
-    ddp.BROADCAST.wrap(_waiting)
-    _engine = autograd.ENGINE.get()
+    DDP_BROADCAST.wrap(_waiting)
+    _engine = ENGINE.get()
     if _engine is not None:
-        ddp.INIT.wrap(_noted)
+        DDP_INIT.wrap(_noted)
 
 
 def _noted(plain: Callable[..., None]) -> Callable[..., None]:

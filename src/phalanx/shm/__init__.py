@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import ParamSpec, Protocol
 
 import torch.distributed as dist
 
 from phalanx.native.library import describe
 from phalanx.shm.node.segment import why_not_here
-from phalanx.shm.node.work_queue import original
+from phalanx.shm.node.work_queue import original_error
 from phalanx.shm.process_group import ShmGroup
-from phalanx.torch_compat import autograd, c10d, dynamo
+from phalanx.torch_compat import c10d, dynamo
+from phalanx.torch_compat.nn import BACKWARD
 
 __all__ = ["ShmGroup", "describe", "why_not_here"]
 
+_P = ParamSpec("_P")
 
-def _create(options: Any, _: object) -> ShmGroup:
-    """``options`` are torch's _DistributedBackendOptions."""
+
+class _BackendOptions(Protocol):
+    """torch's _DistributedBackendOptions."""
+
+    store: dist.Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: Sequence[int]
+
+
+def _create(options: _BackendOptions, _: object) -> ShmGroup:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = options.group_id if dist.is_initialized() else "world"
     return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
 
 
-# ---- what torch does with any process group and has to do a little differently with ours
+# ---- functions of torch that need another behaviour for a group of shm
 
 
-def _telling_the_original(plain: Callable[..., None]) -> Callable[..., None]:
-    """DDP's C++ turns whatever a collective raises into a RuntimeError; a lost peer should be a PeerLost here too."""
+def _with_original_error(plain: Callable[_P, None]) -> Callable[_P, None]:
+    """DDP's C++ turns what a collective raises into a RuntimeError; a lost peer should be a PeerLost here too."""
 
     @functools.wraps(plain)
-    def backward(*args: Any, **kwargs: Any) -> None:
+    def backward(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
             plain(*args, **kwargs)
         except RuntimeError as error:
-            ours = original(error)
+            ours = original_error(error)
             if ours is None:
                 raise
             raise ours from error
@@ -45,13 +58,13 @@ def _telling_the_original(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
-    """torch's own asks for the name "gloo"."""
+    """torch's own function only accepts a group with the name "gloo"."""
 
     @functools.wraps(plain)
     def monitored_barrier(
         group: dist.ProcessGroup | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        found: Any = group or dist.group.WORLD
+        found = group or dist.group.WORLD
         if not isinstance(found, ShmGroup):
             return plain(group, timeout, wait_all_ranks)
         return found.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
@@ -60,12 +73,12 @@ def _monitored_barrier(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 def _set_pg_timeout(plain: Callable[..., None]) -> Callable[..., None]:
-    """torch's own reaches the gloo inside a group alone."""
+    """torch's own function only sets the timeout of the gloo inside a group."""
 
     @functools.wraps(plain)
     def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         plain(timeout, group)
-        found: Any = group or dist.group.WORLD
+        found = group or dist.group.WORLD
         if isinstance(found, ShmGroup):
             found.set_timeout(timeout)
 
@@ -74,6 +87,6 @@ def _set_pg_timeout(plain: Callable[..., None]) -> Callable[..., None]:
 
 dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
 dynamo.pass_over_methods(ShmGroup)  # DDP's broadcast of buffers comes to us, below a compiled model
-autograd.BACKWARD.wrap(_telling_the_original)
+BACKWARD.wrap(_with_original_error)
 c10d.MONITORED_BARRIER.wrap(_monitored_barrier)
 c10d.SET_TIMEOUT.wrap(_set_pg_timeout)

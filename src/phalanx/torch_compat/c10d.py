@@ -1,14 +1,23 @@
-"""torch.distributed's process groups and its rendezvous."""
+"""torch.distributed: its process groups, gloo, and both kinds of rendezvous."""
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from phalanx.torch_compat import OLDEST_FOR_SHM
+from phalanx.torch_compat import OLDEST_FOR_SHM, quiet_gloo
 from phalanx.torch_compat.names import Name, Replaced
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+Gloo = Any
+"""A ProcessGroupGloo: torch's stubs do not have its collectives."""
 
 _C10D = "torch.distributed.distributed_c10d"
 _RENDEZVOUS = "torch.distributed.rendezvous"
+_NO_SHM = "The backend shm: all groups are of gloo."
 
 INIT_PROCESS_GROUP = Replaced(
     "torch.distributed:init_process_group",
@@ -35,12 +44,12 @@ SET_TIMEOUT = Replaced(
 SET_DEFAULT_BACKEND = Name(
     "torch.distributed:ProcessGroup._set_default_backend",
     "The gloo inside of a group of shm; and the one of 'cpu:gloo', left out once another backend is registered.",
-    "The backend shm: all groups are of gloo.",
+    _NO_SHM,
 )
 REGISTER_BACKEND = Name(
     "torch.distributed:ProcessGroup._register_backend",
     "The gloo inside of a group of shm does what shm itself cannot.",
-    "The backend shm: all groups are of gloo.",
+    _NO_SHM,
     since=OLDEST_FOR_SHM,
 )
 GET_BACKEND = Name(
@@ -103,30 +112,92 @@ USE_AGENT_STORE = Replaced(
     "Worlds of other ranks than those of the run are served by their rank 0.",
     "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that nobody serves.",
 )
+GLOO_OPTIONS = Name(
+    "torch.distributed:ProcessGroupGloo._Options",
+    "The gloo inside of a group of shm, and between nodes: its address, and its timeout while it connects.",
+    _NO_SHM,
+    since=OLDEST_FOR_SHM,
+)
+GLOO_OPTIONS_TIMEOUT = Name(
+    "torch.distributed:ProcessGroupGloo._Options._timeout",
+    "The timeout in these options.",
+    _NO_SHM,
+    since=OLDEST_FOR_SHM,
+)
+GLOO_OPTIONS_DEVICES = Name(
+    "torch.distributed:ProcessGroupGloo._Options._devices",
+    "The address in these options.",
+    _NO_SHM,
+    since=OLDEST_FOR_SHM,
+)
+GLOO_SET_TIMEOUT = Name(
+    "torch.distributed:ProcessGroupGloo._set_default_timeout",
+    "After the links between nodes are made, shm itself watches the time: it can say which rank is late.",
+    "A timeout between nodes is gloo's, and names no rank.",
+    since=OLDEST_FOR_SHM,
+)
+_DYNAMIC = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_NOT_ELASTIC = "Runs whose number of nodes may change (--nnodes 1:4) are refused; a fixed number works."
+ELASTIC_STATE = Name(
+    f"{_DYNAMIC}:_RendezvousState", "The state of the rendezvous, which phalanx keeps in the store.", _NOT_ELASTIC
+)
+ELASTIC_NODE = Name(f"{_DYNAMIC}:_NodeDesc", "A node in that state.", _NOT_ELASTIC)
 
 
-def uses_gloo(group: Any) -> bool:
-    """Whether one of a group's backends is gloo; the group may be destroyed. False where torch does not say."""
+def uses_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Returns whether a backend of a group is gloo, also of a destroyed one. False if torch does not tell."""
     import torch.distributed as dist
 
     backend, devices = GET_BACKEND.of(group), DEVICE_TYPES.of(group, ())
     return backend is not None and any(isinstance(backend(device), dist.ProcessGroupGloo) for device in devices)
 
 
-def add_default_backend(group: Any, device: Any, kind: Any, backend: Any) -> None:
+def add_default_backend(
+    group: dist.ProcessGroup, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Gloo
+) -> None:
     REGISTER_BACKEND.get()(group, device, kind, backend)
     SET_DEFAULT_BACKEND.get()(group, kind)
 
 
-def source_rank(work: Any) -> int:
-    """The sender of a message that was received from any rank; -1 where torch does not say."""
+def source_rank(work: dist.Work) -> int:
+    """Returns the sender of a message that was received from any rank; -1 if torch does not tell."""
     find = SOURCE_RANK.get()
     return -1 if find is None else find(work)
 
 
-def default_store() -> Any:
-    """The store of the group of all ranks; None where torch does not say."""
+def default_store() -> dist.Store | None:
+    """Returns the store of the group of all ranks; None if torch does not tell."""
     import torch.distributed as dist
 
     world = WORLD.get()
     return None if world is None else world.pg_map[dist.group.WORLD][1]
+
+
+def why_no_gloo_inside() -> str | None:
+    """Returns why a group of shm cannot have a gloo inside; None when it can."""
+    names = (GLOO_OPTIONS, GLOO_OPTIONS_TIMEOUT, GLOO_OPTIONS_DEVICES, REGISTER_BACKEND, SET_DEFAULT_BACKEND)
+    missing = next((name for name in names if name.get() is None), None)
+    return None if missing is None else f"this torch has no {missing}"
+
+
+def new_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str, lazy: bool = False) -> Gloo:
+    """Makes a gloo group. ``lazy``: two ranks connect at their first message, so it costs nothing until then."""
+    import torch.distributed as dist
+
+    options, device = GLOO_OPTIONS.get()(), dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)
+    setattr(options, GLOO_OPTIONS_TIMEOUT.attribute, timeout)
+    setattr(options, GLOO_OPTIONS_DEVICES.attribute, [device])
+    with quiet_gloo():
+        return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def set_gloo_timeout(group: Gloo, timeout: timedelta) -> None:
+    call = GLOO_SET_TIMEOUT.get()
+    if call is not None:
+        call(group, timeout)
+
+
+def why_not_elastic() -> str | None:
+    """Returns why the number of nodes cannot change with this torch; None when it can."""
+    missing = [str(name) for name in (ELASTIC_STATE, ELASTIC_NODE) if name.get() is None]
+    return f"this torch has no {' and no '.join(missing)}" if missing else None

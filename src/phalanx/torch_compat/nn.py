@@ -1,4 +1,4 @@
-"""torch.nn.Module: its state dict, and copies of it for several replicas in one process."""
+"""torch.nn, torch.autograd and torch.save: modules and their replicas, DDP, and the phases of a training step."""
 
 from __future__ import annotations
 
@@ -26,6 +26,37 @@ WRAPPER = Name(
     "torch._utils:ExceptionWrapper",
     "An exception of a replica is raised with its number, as torch's DataParallel does.",
     "The exception of a replica is raised as it is, without the replica's number.",
+)
+DDP_INIT = Replaced(
+    "torch.nn.parallel:DistributedDataParallel.__init__",
+    "A model that outlives its group on gloo does not hang, and the recorder sees the end of own work in backward.",
+    "A DDP model that outlives its group on gloo may hang, and no straggler is named under DDP on gloo.",
+)
+DDP_BROADCAST = Replaced(
+    "torch.distributed:_broadcast_coalesced",
+    "The recorder sees that DDP waits for the buffers of rank 0.",
+    "Waiting for DDP's buffers counts as own work.",
+)
+DDP_LOGGING_DATA = Name(
+    "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
+    "How many parameters DDP has numbered: by that their numbers in its errors become names.",
+    "An error about missing gradients has DDP's numbers and no names.",
+)
+BACKWARD = Replaced(
+    "torch.autograd:backward",
+    "The recorder notes the phase backward; shm's errors keep their type where DDP's C++ makes RuntimeErrors of them.",
+    "The phase backward in the status page, and PeerLost out of backward.",
+)
+ENGINE = Name(
+    "torch.autograd:Variable._execution_engine",
+    "Calls the recorder when a rank's own work in backward is done, just before DDP waits for the others.",
+    "Own work in backward is not told from waiting, so no straggler is named under DDP on gloo.",
+)
+SAVE = Replaced(
+    "torch:save",
+    "The recorder notes the phase checkpoint.",
+    "The phase checkpoint of scripts that call torch.save.",
+    also=("torch.serialization",),
 )
 
 

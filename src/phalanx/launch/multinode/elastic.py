@@ -21,7 +21,7 @@ from phalanx.errors import JoinError
 from phalanx.launch.multinode import RunOver
 from phalanx.launch.multinode.elastic_state import SealedBackend
 from phalanx.launch.multinode.protocol import NodeInfo, Terms
-from phalanx.torch_compat import elastic as torch_elastic
+from phalanx.torch_compat.c10d import why_not_elastic
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -54,7 +54,7 @@ class ElasticRendezvous:
         # It would open a store for the workers on every network of this machine; ours listens on the chosen one.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors reach us as exceptions
-        missing = torch_elastic.why_not()
+        missing = why_not_elastic()
         if missing:
             raise JoinError(f"the number of nodes cannot change: {missing}; give one number to --nnodes.")
         self._store, self._own, self._terms, self._waiting, self._outcome = store, own, terms, waiting, outcome

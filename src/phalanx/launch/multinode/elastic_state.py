@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx import messages
 from phalanx.errors import ForeignData
 from phalanx.messages import Count, Name, Pid, Rank, Record
-from phalanx.torch_compat import elastic
+from phalanx.torch_compat.c10d import ELASTIC_NODE, ELASTIC_STATE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
@@ -115,7 +115,7 @@ def _decode(data: bytes) -> Any:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     def node(found: _Node) -> Any:
-        return elastic.NODE.get()(found.addr, found.pid, found.local_id)
+        return ELASTIC_NODE.get()(found.addr, found.pid, found.local_id)
 
     def moment(text: str) -> datetime:
         found = datetime.fromisoformat(text)
@@ -125,7 +125,7 @@ def _decode(data: bytes) -> Any:
         return found
 
     content = messages.decode(data, _State, _STORE)
-    state = elastic.STATE.get()()
+    state = ELASTIC_STATE.get()()
     state.round, state.complete, state.closed = content.round, content.complete, content.closed
     state.deadline = moment(content.deadline) if content.deadline is not None else None
     state.participants = {node(found): rank for found, rank in content.participants}

@@ -19,7 +19,8 @@ from typing import Any
 
 from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.source_lines import is_users, program_package, shorten_path
-from phalanx.torch_compat import dataloader, ddp
+from phalanx.torch_compat import dataloader
+from phalanx.torch_compat.nn import DDP_LOGGING_DATA
 
 _LONGEST_TRACEBACK, _LONGEST_MESSAGE, _LONGEST_LINE = 30_000, 4_000, 1_000
 _MOMENT = 1.0
@@ -219,7 +220,7 @@ def _parameter_names(wrapper: Any) -> list[str]:
     """In the order in which DDP numbers them; none when that cannot be known any more."""
     ignored = wrapper.parameters_to_ignore
     named = [(name, each) for name, each in wrapper.module.named_parameters() if name not in ignored]
-    logged = ddp.LOGGING_DATA.get()
+    logged = DDP_LOGGING_DATA.get()
     count = None if logged is None else logged(wrapper).get("num_parameter_tensors")
     # DDP numbers what wanted a gradient when it wrapped the model. What has been frozen or thawed since shifts that.
     for names in ([name for name, each in named if each.requires_grad], [name for name, _ in named]):

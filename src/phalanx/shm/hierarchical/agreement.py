@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,12 @@ from phalanx.shm.hierarchical.gloo_groups import GlooGroup, abandon, first_line,
 from phalanx.shm.hierarchical.leader_links import SLICE, LeaderLinks
 from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
-from phalanx.shm.node.collectives import Collectives
+from phalanx.shm.node.collectives import NodeCollectives
 from phalanx.shm.node.failures import CollectiveAborted, Names, PeerLost
 from phalanx.shm.node.segment import Segment
 from phalanx.store.failure_flag import FailureFlag
 from phalanx.store.join import Claim
+from phalanx.torch_compat.c10d import Gloo
 
 _SIGNATURE_BYTES = len(bytes(Signature()))
 _GRACE = 1.0
@@ -55,7 +55,7 @@ class Agreement:
         timeout: timedelta,
         names: Names,
         address: str,
-        gloo: Any,
+        gloo: Gloo,
     ) -> None:
         self.nodes, self.names, self._gloo = nodes, names, gloo
         seconds = timeout.total_seconds()
@@ -76,8 +76,8 @@ class Agreement:
                 on_error.callback(self._links.close)
             self.gloo_group = GlooGroup(store, nodes, timeout, address, names) if nodes.has_gloo_group else None
             on_error.pop_all()
-        self._entry = Collectives(self._segment, nodes.local, len(here), seconds)
-        self.local = Collectives(self._segment, nodes.local, len(here), seconds)
+        self._entry = NodeCollectives(self._segment, seconds)
+        self.local = NodeCollectives(self._segment, seconds)
         self._broken: Exception | None = None
         self._looked = 0.0
         self.set_timeout(seconds)
@@ -86,14 +86,6 @@ class Agreement:
         self._timeout = self._names_here.timeout = self.names.timeout = seconds
         self._entry.set_timeout(seconds)
         self.local.set_timeout(seconds + _LONGER)
-
-    def within(self, seconds: float, run: Callable[[], None]) -> None:
-        usual = self._timeout
-        self.set_timeout(seconds)
-        try:
-            run()
-        finally:
-            self.set_timeout(usual)
 
     # ---- beginning
 
@@ -130,7 +122,7 @@ class Agreement:
                 ours, theirs = (Signature.from_buffer_copy(found) for found in (signatures[0], signature))
                 raise failures.mismatch(self.names, ranks[0], ours, rank, theirs)
 
-    def agree(self, signature: Signature, payload: Any = b"") -> list[memoryview]:
+    def agree(self, signature: Signature, payload: bytes | memoryview = b"") -> list[memoryview]:
         """For leaders: all nodes have come with the same signature. Returns what each of them has brought."""
         assert self._links is not None, "a leader has links"
         word = bytearray(signature)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,18 +22,18 @@ from phalanx.shm.hierarchical.reduction_plan import Reduction
 from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node.failures import CollectiveTimeout, Names, PeerLost
 from phalanx.shm.node.status_log import StatusLog
-from phalanx.shm.node.tensors import Staging
+from phalanx.shm.node.tensors import Staging, contiguous
 from phalanx.status import layout
-from phalanx.torch_compat.c10d import source_rank
-from phalanx.torch_compat.gloo import new_group, set_timeout
+from phalanx.torch_compat.c10d import Gloo, new_gloo, set_gloo_timeout, source_rank
 
-LOOPBACK = "127.0.0.1"
 NEVER = timedelta(days=1)
 """gloo's own timeout, once it is connected: we watch the time, and know whom to name."""
 
 
-def own_address(store: Any, hosts: Collection[str]) -> str:
-    """The address by which the other nodes reach this one."""
+def own_address(store: dist.Store, nodes: Topology, hosts: Collection[str]) -> str:
+    """Returns the address by which the other ranks reach this one."""
+    if nodes.count == 1:
+        return "127.0.0.1"
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     towards = _address_towards(store)
     if interface:
@@ -61,7 +60,7 @@ def _address_of(interface: str, towards: str | None) -> str:
     return towards if towards in found else found[0]
 
 
-def _address_towards(store: Any) -> str | None:
+def _address_towards(store: dist.Store) -> str | None:
     """The own end of the way to whoever serves the store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -95,23 +94,23 @@ class Sent:
 class GlooGroup:
     """gloo between the ranks that have the same place on their nodes. Everything begins at once and ends later."""
 
-    def __init__(self, store: Any, nodes: Topology, timeout: timedelta, address: str, names: Names) -> None:
+    def __init__(self, store: dist.Store, nodes: Topology, timeout: timedelta, address: str, names: Names) -> None:
         self._nodes = nodes
         gloo_group = dist.PrefixStore(f"rail/{nodes.local}", store)
         try:
-            self.gloo = new_group(gloo_group, nodes.here, nodes.count, timeout, address)
+            self.gloo = new_gloo(gloo_group, nodes.here, nodes.count, timeout, address)
         except RuntimeError as error:
             raise JoinError(
                 f"gloo cannot connect {names.those([nodes.rank, *nodes.rail_peers])}: {first_line(error)}"
             ) from None
-        set_timeout(self.gloo, NEVER)
+        set_gloo_timeout(self.gloo, NEVER)
 
     def all_reduce(self, part: Tensor, reduction: Reduction) -> Sent:
         native = reduction_plan.by_gloo(part, reduction.between, self._nodes.count)
         if native is None:
             return self._gather_and_combine(part, reduction)
         seen, options = native[0], c10d.AllreduceOptions()
-        options.reduceOp = native[1]
+        options.reduceOp = dist.ReduceOp(native[1])
         return Sent(self.gloo.allreduce([seen], options), lambda: reduction_plan.divide(part, reduction.divisor))
 
     def _gather_and_combine(self, part: Tensor, reduction: Reduction) -> Sent:
@@ -131,7 +130,7 @@ class GlooGroup:
         return Sent(self.gloo.broadcast([part.view(torch.uint8)], options), lambda: None)
 
 
-def abandon(gloo: Any) -> None:
+def abandon(gloo: Gloo | None) -> None:
     """Never to be used again, and never to be freed: gloo would wait for what is still on its way."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
 
@@ -190,15 +189,15 @@ class GlooMessage(dist.Work):
 class GlooMessages:
     """What `Messages` is within a node, for ranks of several."""
 
-    def __init__(self, gloo: Any, names: Names, book: StatusLog) -> None:
-        self._gloo, self._names, self._book = gloo, names, book
+    def __init__(self, gloo: Gloo, names: Names, status_log: StatusLog) -> None:
+        self._gloo, self._names, self._status_log = gloo, names, status_log
         self.closed: str | None = None
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
         self._check()
         staging = Staging()
-        work = self._gloo.send([staging.read(tensor)], peer, tag)
-        waiting = functools.partial(self._book.waiting, layout.SEND, tensor, peer)
+        work = self._gloo.send([contiguous(tensor)], peer, tag)
+        waiting = functools.partial(self._status_log.waiting, layout.SEND, tensor, peer)
         return GlooMessage(work, f"a message to {self._names(peer)} with tag {tag}", staging, self._names, waiting)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> GlooMessage:
@@ -207,7 +206,7 @@ class GlooMessages:
         block = staging.write(tensor)
         work = self._gloo.recv_anysource([block], tag) if peer is None else self._gloo.recv([block], peer, tag)
         sender = "any rank" if peer is None else self._names(peer)
-        waiting = functools.partial(self._book.waiting, layout.RECV, tensor, peer)
+        waiting = functools.partial(self._status_log.waiting, layout.RECV, tensor, peer)
         return GlooMessage(work, f"a message from {sender} with tag {tag}", staging, self._names, waiting)
 
     def close(self, reason: str) -> None:

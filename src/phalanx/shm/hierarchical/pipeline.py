@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.shm.hierarchical.agreement import Agreement
-from phalanx.shm.hierarchical.flat_tensors import as_bytes
 from phalanx.shm.hierarchical.gloo_groups import GlooGroup, Sent
 from phalanx.shm.hierarchical.reduction_plan import Reduction
 from phalanx.shm.hierarchical.topology import cut, pieces
+from phalanx.shm.node.tensors import as_bytes
 
 _AHEAD = 3
 """So many pieces may be on the network while the next one is added up."""

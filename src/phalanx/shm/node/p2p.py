@@ -39,8 +39,8 @@ def _process_behind(line: socket.socket) -> int | None:
 class Messages:
     """The messages of one rank in one group."""
 
-    def __init__(self, rank: int, names: Names, book: StatusLog) -> None:
-        self._rank, self._names, self._book = rank, names, book
+    def __init__(self, rank: int, names: Names, status_log: StatusLog) -> None:
+        self._rank, self._names, self._status_log = rank, names, status_log
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind("")  # an abstract name of the kernel's choice: it leaves no file
         self._listener.listen(len(names.ranks))
@@ -51,15 +51,15 @@ class Messages:
         self._traffic: _Traffic | None = None
         self.closed: str | None = None
 
-    def meet(self, addresses: Sequence[str], pidfds: Sequence[int]) -> None:
+    def connect(self, addresses: Sequence[str], pidfds: Sequence[int]) -> None:
         """Now the others are known: where they listen, and how to see that they end."""
         self._addresses, self._watches = addresses, pidfds
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._post(Message(tensor, peer, tag, received=False, names=self._names, book=self._book))
+        return self._post(Message(tensor, peer, tag, received=False, names=self._names, status_log=self._status_log))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Message:
-        return self._post(Message(tensor, peer, tag, received=True, names=self._names, book=self._book))
+        return self._post(Message(tensor, peer, tag, received=True, names=self._names, status_log=self._status_log))
 
     def _post(self, message: Message) -> Message:
         if self.closed:

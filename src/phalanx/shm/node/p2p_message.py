@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.shm.node.failures import CollectiveTimeout, Names
 from phalanx.shm.node.status_log import StatusLog
-from phalanx.shm.node.tensors import DTYPE_NAMES, Staging, code_of
+from phalanx.shm.node.tensors import DTYPE_NAMES, Staging, code_of, contiguous
 from phalanx.shm.node.work_queue import Work
 from phalanx.status import layout
 
@@ -20,12 +20,12 @@ class Message(Work):
     """A send or a receive that somebody can wait for."""
 
     def __init__(
-        self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names, book: StatusLog
+        self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names, status_log: StatusLog
     ) -> None:
         super().__init__([tensor])
         self.peer, self.tag, self.received = peer, tag, received
-        self._staging, self._names, self._book = Staging(), names, book
-        block = self._staging.write(tensor) if received else self._staging.read(tensor)
+        self._staging, self._names, self._status_log = Staging(), names, status_log
+        block = self._staging.write(tensor) if received else contiguous(tensor)
         self._block = block
         self.code, width = code_of(block)
         self.count = block.numel()
@@ -45,7 +45,7 @@ class Message(Work):
         if self.is_completed():
             return super().wait()
         began = time.monotonic()
-        with self._book.waiting(layout.RECV if self.received else layout.SEND, self._block, self.peer):
+        with self._status_log.waiting(layout.RECV if self.received else layout.SEND, self._block, self.peer):
             while (left := max(began, self.moved) + limit - time.monotonic()) > 0:
                 with contextlib.suppress(TimeoutError):  # counted again from the last piece
                     return super().wait(timedelta(seconds=max(left, 0.001)))

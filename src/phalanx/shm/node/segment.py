@@ -30,7 +30,7 @@ _LARGEST_SLOT = 1 << 20
 _SMALLEST_SLOT = 1 << 17
 _ALL_SLOTS = 16 << 20
 """What the slots of all ranks should hold together: about what a shared cache does."""
-PATIENCE = 200
+YIELD_MICROSECONDS = 200
 """Microseconds for which a wait yields the core before it sleeps."""
 
 
@@ -77,7 +77,12 @@ class Segment:
             self._leave.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
             # Until all have mapped the file, the first rank must keep it open.
             self.run(
-                library.Call(op=library.BARRIER, root=-1, timeout_ns=library.nanoseconds(timeout), patience=PATIENCE)
+                library.Call(
+                    op=library.BARRIER,
+                    root=-1,
+                    timeout_ns=library.nanoseconds(timeout),
+                    yield_microseconds=YIELD_MICROSECONDS,
+                )
             )
 
     def _map(self, fd: int) -> None:
@@ -92,7 +97,7 @@ class Segment:
             raise JoinError(f"rank {rank} cannot use the memory of the group: {library.refusal(result)}.")
         return handle.value
 
-    def keep(self, log: library.Log | None) -> None:
+    def set_log(self, log: library.Log | None) -> None:
         """From now on what runs here is noted in the page that this log tells of, if there is one."""
         self._log = log  # as long as the handle, which refers to it
         self._lib.phx_keep_log(self.handle, None if log is None else ctypes.byref(log))
@@ -109,10 +114,9 @@ class Segment:
             raise
         if result == library.FAILED:
             raise self.failure()
-        reason = library.refusal(result)
-        if reason is not None:
+        if result != library.OK:
             name = library.OPS[call.op] if call.op < len(library.OPS) else f"operation {call.op}"
-            raise UsageError(f"{name} was refused: {reason}. Nothing has been exchanged.")
+            raise UsageError(f"{name} was refused: {library.refusal(result)}. Nothing has been exchanged.")
 
     def failure(self) -> Exception:
         """The group's first failure, as an exception."""

@@ -31,7 +31,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
         self[key] = kind = layout.kind_of(self._group, op, code)
         return kind
 
-    def for_the_library(self) -> library.Log | None:
+    def native_log(self) -> library.Log | None:
         """With this, the C library writes the page itself while a collective runs."""
         if self.page is None:
             return None

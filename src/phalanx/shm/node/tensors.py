@@ -1,9 +1,9 @@
-"""What the library calls torch's types and operators, and stand-ins for tensors that do not lie in one piece."""
+"""Tensors as the C library and the network see them: numbers for types and operators, contiguous memory, bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,10 @@ from phalanx.errors import UsageError
 from phalanx.native import library
 from phalanx.torch_compat.tensors import zero_check
 
-# In the order of enum phx_dtype. What comes after the first 13 is moved, not reduced.
+Blocks = Sequence[Tensor] | Tensor
+"""A block for each rank: in tensors of their own, or one after the other in one."""
+
+# In the order of enum phx_dtype. Types after the first 13 can be moved, but not reduced.
 _DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128),
@@ -25,13 +28,29 @@ _CODES = {dtype: (code, dtype.itemsize) for code, dtype in enumerate(_DTYPES)}
 DTYPE_NAMES = [str(dtype).removeprefix("torch.") for dtype in _DTYPES]
 
 REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-_REDUCES = {getattr(ReduceOp.RedOpType, name.upper()): code for code, name in enumerate(REDUCE_NAMES)}
-_is_zero = zero_check()
+REDUCE_CODES: dict[int, int] = {
+    getattr(ReduceOp.RedOpType, name.upper()).value: code for code, name in enumerate(REDUCE_NAMES)
+}
+"""From torch's number of an operator to the library's."""
 _SUM, _AVG, _PREMUL = (REDUCE_NAMES.index(name) for name in ("sum", "avg", "premul_sum"))
+_is_zero = zero_check()
+
+
+class Operator(NamedTuple):
+    """A reduction operator as the library knows it."""
+
+    code: int
+    factor: float = 0.0
+    """Only for premul_sum."""
+
+
+def operator_of(op: ReduceOp) -> Operator:
+    code = REDUCE_CODES[op.op.value]  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
+    return Operator(code, torch_compat.factor_of(op) if code == _PREMUL else 0.0)
 
 
 def code_of(tensor: Tensor) -> tuple[int, int]:
-    """The library's number for the tensor's type, and the bytes of an element."""
+    """Returns the library's number for the tensor's type, and the bytes of an element."""
     try:
         return _CODES[tensor.dtype]
     except KeyError:
@@ -39,32 +58,30 @@ def code_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def width_of(code: int) -> int:
-    """The bytes of an element of the type with this number."""
+    """Returns the bytes of an element of the type with this number."""
     return _DTYPES[code].itemsize
 
 
-def reduce_of(op: Any) -> tuple[int, float]:
-    """The library's number for a ReduceOp, and its factor."""
-    code = _REDUCES[op.op]
-    return code, torch_compat.factor_of(op) if code == _PREMUL else 0.0
+def numbers_of(tensor: Tensor, operator: Operator, name: str) -> tuple[int, int, int]:
+    """Returns the library's type for a reduction, and the bytes and the number of its elements.
 
-
-def numbers_of(tensor: Tensor, reduce: int, name: str) -> tuple[int, int, int]:
-    """What a reduction works on: the library's type, the bytes and the number of its elements.
-
-    A complex number counts as two real ones, with the operators that allow it."""
+    A complex number counts as two real ones, with the operators that allow it.
+    """
     code, width = code_of(tensor)
     count = tensor.numel()
-    if tensor.is_complex() and reduce in (_SUM, _AVG, _PREMUL):
+    if tensor.is_complex() and operator.code in (_SUM, _AVG, _PREMUL):
         code, width = _CODES[tensor.dtype.to_real()]
         count *= 2
-    if not library.library().phx_can_reduce(code, reduce):
-        raise UsageError(f"{name} cannot use {REDUCE_NAMES[reduce].upper()} on {DTYPE_NAMES[code]}.")
+    if not library.library().phx_can_reduce(code, operator.code):
+        raise UsageError(f"{name} cannot use {REDUCE_NAMES[operator.code].upper()} on {DTYPE_NAMES[code]}.")
     return code, width, count
 
 
-def check_blocks(blocks: Sequence[Tensor] | Tensor, like: Tensor, ranks: int, name: str) -> None:
-    """There is a block for each rank, and every one has the shape and type of the others."""
+# ---- tensors that go together
+
+
+def check_blocks(blocks: Blocks, like: Tensor, ranks: int, name: str) -> None:
+    """Checks that there is a block for each rank, and that all have one shape and type."""
     if isinstance(blocks, Tensor):
         rows, *columns = like.shape or (1,)
         in_a_row, as_a_stack = (rows * ranks, *columns), (ranks, *like.shape)
@@ -92,7 +109,7 @@ def check_exchange(outputs: Sequence[Tensor], inputs: Sequence[Tensor], ranks: i
 
 
 def split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
-    """The blocks of a tensor in one piece; without sizes, equal ones."""
+    """Returns the blocks of a contiguous tensor; without sizes, equal ones."""
     if sizes:
         return tensor.split(list(sizes))
     if tensor.dim() and tensor.size(0) % ranks:
@@ -104,23 +121,26 @@ def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def is_in_one_piece(tensor: Tensor) -> bool:
-    """Whether its elements can be read and written where they lie, one after the other."""
+# ---- tensors in memory
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Returns whether the elements can be read and written in place, one after the other."""
     if not tensor.is_cpu:
         raise UsageError(f"backend 'shm' moves tensors in memory, but this one is on {tensor.device}; use nccl there.")
     try:
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return False
         address = tensor.data_ptr()
-    except RuntimeError:  # torch's, for what has no memory at all
+    except RuntimeError:  # torch's, for a tensor without any memory
         return False
-    # A tensor made of a buffer may begin anywhere; the vector code relies on whole elements. Without an address the
-    # tensor is empty, or none that lies in memory.
+    # A tensor made of a buffer may begin anywhere, but the vector code needs whole elements. A tensor without an
+    # address is empty, or has no memory.
     return not address % tensor.itemsize and (address != 0 or not tensor.numel())
 
 
-def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, or the one that it stands for; UsageError where there is none."""
+def materialized(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself, or the one that it stands for; UsageError if there is none."""
     wait = getattr(tensor, "trigger_wait", None)
     if wait is not None:  # torch's AsyncCollectiveTensor, the result of a functional collective
         tensor = wait()
@@ -139,41 +159,31 @@ def in_memory(tensor: Tensor) -> Tensor:
     raise UsageError(f"backend 'shm' got a {kind} of shape {list(tensor.shape)} with no memory of its own: {advice}.")
 
 
-def in_one_piece(tensor: Tensor) -> Tensor:
-    """The tensor itself where its elements lie one after the other, otherwise a copy of them that does."""
-    if is_in_one_piece(tensor) or is_in_one_piece(tensor := in_memory(tensor)):
+def contiguous(tensor: Tensor) -> Tensor:
+    """Returns the tensor itself if it is contiguous, otherwise a copy that is."""
+    if is_contiguous(tensor) or is_contiguous(tensor := materialized(tensor)):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 class Staging:
-    """Stand-ins, each in one piece, for the tensors of a collective that are not; written back at its end.
+    """Contiguous buffers for the tensors of one collective that are not contiguous; `finish` copies them back."""
 
-    It holds them as long as it lives: the library is given addresses alone.
-    """
-
-    __slots__ = ("_read", "_written")
+    __slots__ = ("_written",)
 
     def __init__(self) -> None:
-        self._read: list[Tensor] = []
         self._written: list[tuple[Tensor, Tensor]] = []
 
-    def read(self, tensor: Tensor) -> Tensor:
-        block = in_one_piece(tensor)
-        if block is not tensor:
-            self._read.append(block)
-        return block
-
     def write(self, tensor: Tensor) -> Tensor:
-        """For a tensor that is only written."""
-        return self._stand_in(tensor, lambda inside: torch.empty(inside.shape, dtype=inside.dtype))
+        """Returns the memory for a tensor that is only written."""
+        return self._stage(tensor, lambda inside: torch.empty(inside.shape, dtype=inside.dtype))
 
     def update(self, tensor: Tensor) -> Tensor:
-        """For one that is read and written."""
-        return self._stand_in(tensor, in_one_piece)
+        """Returns the memory for a tensor that is read and written."""
+        return self._stage(tensor, contiguous)
 
-    def _stand_in(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-        if is_in_one_piece(tensor) or is_in_one_piece(tensor := in_memory(tensor)):
+    def _stage(self, tensor: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if is_contiguous(tensor) or is_contiguous(tensor := materialized(tensor)):
             return tensor
         if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise UsageError(
@@ -190,3 +200,40 @@ class Staging:
                 tensor.detach().copy_(block)
             elif block.any():
                 raise UsageError("a ZeroTensor cannot hold the result of a collective; give its clone().")
+
+
+# ---- contiguous tensors as flat numbers and as bytes
+
+
+def flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1)
+
+
+def real(block: Tensor) -> Tensor:
+    """Returns the block as real numbers: a complex number counts as two."""
+    return torch.view_as_real(block).view(-1) if block.is_complex() else block
+
+
+def as_bytes(block: Tensor) -> Tensor:
+    return real(flat(block)).view(torch.uint8)
+
+
+def typed(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns bytes, which may begin anywhere, as elements."""
+    if dtype.is_complex:
+        return torch.view_as_complex(typed(data, dtype.to_real()).view(-1, 2))
+    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
+
+
+def memory(block: Tensor) -> memoryview:
+    return as_bytes(block).numpy().data
+
+
+def read(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """Returns a copy, because what comes from the network is not aligned."""
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+def write(block: Tensor, data: memoryview) -> None:
+    if len(data):
+        memory(block)[:] = data

@@ -57,7 +57,7 @@ def _value_or_raise(future: Future[Any]) -> Any:
 _last_raised: BaseException | None = None
 
 
-def original(error: RuntimeError) -> BaseException | None:
+def original_error(error: RuntimeError) -> BaseException | None:
     """Our own exception, if C++ has made a RuntimeError with its text of it on the way."""
     return _last_raised if _last_raised is not None and str(_last_raised) in str(error) else None
 
