@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.testing import Node, VirtualNodes, virtual_nodes
+from tests.conftest import WITHOUT_TORCH
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
 
@@ -39,6 +41,15 @@ with px.init() as world:
 """
 """What to do, and who or how often: two words for each attempt."""
 
+STEPS = """
+import os, time
+print("place", os.environ["RANK"], flush=True)
+while True:
+    print("step", time.time(), flush=True)
+    time.sleep(0.1)
+"""
+"""For what the agents do by themselves: ranks that never talk to each other, and need no torch."""
+
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[VirtualNodes]:
@@ -47,10 +58,12 @@ def pair() -> Iterator[VirtualNodes]:
         yield nodes
 
 
-def agent(node: Node, place: Path, rank: int, flags: Sequence[str], script: Sequence[str]) -> subprocess.Popen[str]:
+def agent(
+    node: Node, place: Path, rank: int, flags: Sequence[str], script: Sequence[str], text: str = SUM
+) -> subprocess.Popen[str]:
     directory = place / f"at-{rank}"
     directory.mkdir(exist_ok=True)
-    (directory / "train.py").write_text(SUM)
+    (directory / "train.py").write_text(text)
     command = [sys.executable, "-m", "phalanx", "run", "--node-rank", str(rank), *flags, "train.py", *script]
     return node.start(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
 
@@ -64,6 +77,22 @@ def start_all(nodes: VirtualNodes, place: Path, sizes: Sequence[int], *script: s
         agent(node, place, rank, [*at(nodes), "--nproc-per-node", str(size), *flags], script)
         for rank, (node, size) in enumerate(zip(nodes, sizes, strict=True))
     ]
+
+
+def start_stepping(
+    nodes: VirtualNodes, place: Path, *, with_torch: bool, flags: Sequence[str] = (), awaited: bool = True
+) -> list[subprocess.Popen[str]]:
+    """Two nodes of a rank each that runs until it is ended; returned when both do."""
+    text, words = (SUM, ("steps", "6000")) if with_torch else (STEPS, ())
+    flags = flags if with_torch else [*flags, *WITHOUT_TORCH]
+    agents = [
+        agent(node, place, rank, [*at(nodes), "--nproc-per-node", "1", *flags], words, text)
+        for rank, node in enumerate(nodes)
+    ]
+    if awaited:
+        for each in agents:
+            await_line(each, "place")
+    return agents
 
 
 def ends(agents: Sequence[subprocess.Popen[str]], timeout: float = 60.0) -> list[tuple[int, str, str]]:
@@ -128,7 +157,7 @@ def test_nodes_of_different_size_meet_restart_and_fail_together(pair: VirtualNod
 )
 def test_why_they_do_not_meet(flags: list[str], rank: int, text: str, pair: VirtualNodes, tmp_path: Path) -> None:
     """Before anything is started, in a sentence."""
-    ended = ends([agent(pair[rank], tmp_path, rank, [*at(pair), *flags], [])], 20)
+    ended = ends([agent(pair[rank], tmp_path, rank, [*at(pair), *WITHOUT_TORCH, *flags], [])], 20)
     check_refusal(ended[0], text)
 
 
@@ -142,9 +171,8 @@ def check_refusal(ended: tuple[int, str, str], text: str) -> None:
 
 def test_waiting_in_vain(pair: VirtualNodes, tmp_path: Path) -> None:
     """Node 0 for node 1, and node 1, at another port, for a master."""
-    agents = [
-        agent(pair[rank], tmp_path, rank, [*at(pair, port=29510 + rank), "--rdzv-timeout", "1"], []) for rank in (0, 1)
-    ]
+    flags = ["--rdzv-timeout", "1", *WITHOUT_TORCH]
+    agents = [agent(pair[rank], tmp_path, rank, [*at(pair, port=29510 + rank), *flags], []) for rank in (0, 1)]
     alone, nobody_there = ends(agents, 30)
     check_refusal(alone, "after 1 s node 1 of 2 has not come")
     check_refusal(nobody_there, "nobody listens there")
@@ -152,16 +180,16 @@ def test_waiting_in_vain(pair: VirtualNodes, tmp_path: Path) -> None:
 
 def test_a_second_node_zero(pair: VirtualNodes, tmp_path: Path) -> None:
     """On the same machine, for another one cannot have the address."""
-    first = agent(pair[0], tmp_path, 0, at(pair), [])
+    first = agent(pair[0], tmp_path, 0, [*at(pair), *WITHOUT_TORCH], [])
     await_run_directory(tmp_path / "at-0")
-    second = agent(pair[0], tmp_path, 0, at(pair), [])
+    second = agent(pair[0], tmp_path, 0, [*at(pair), *WITHOUT_TORCH], [])
     assert "port 29500 is taken by" in second.communicate(timeout=30)[1]
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=30)
 
 
 def await_run_directory(place: Path) -> None:
-    """What is made when the port has been taken, and before torch is imported."""
+    """What is made when the port has been taken."""
     while not (place / "runs/latest").exists():
         time.sleep(0.02)
 
@@ -175,7 +203,8 @@ def await_run_directory(place: Path) -> None:
     ids=["restarts", "another run"],
 )
 def test_nodes_that_do_not_belong_together(flags: list[str], text: str, pair: VirtualNodes, tmp_path: Path) -> None:
-    agents = [agent(pair[rank], tmp_path, rank, [*at(pair), *(flags if rank else [])], []) for rank in (0, 1)]
+    common = [*at(pair), *WITHOUT_TORCH]
+    agents = [agent(pair[rank], tmp_path, rank, [*common, *(flags if rank else [])], []) for rank in (0, 1)]
     for code, _, err in ends(agents):
         assert code != 0
         assert re.search(text, err), err
@@ -186,7 +215,7 @@ def test_nodes_with_different_secrets(pair: VirtualNodes, tmp_path: Path) -> Non
     agents = []
     for port, secrets in ((29510, ("a", "b")), (29511, ("a", None))):
         for rank, name in enumerate(secrets):
-            flags = [*at(pair, port=port), "--rdzv-timeout", "6"]
+            flags = [*at(pair, port=port), "--rdzv-timeout", "6", *WITHOUT_TORCH]
             if name is not None:
                 flags += ["--secret-file", str(secret_file(tmp_path / name))]
             (tmp_path / str(port)).mkdir(exist_ok=True)
@@ -205,7 +234,7 @@ def secret_file(path: Path) -> Path:
 
 def test_an_interrupt_while_waiting_for_the_others(pair: VirtualNodes, tmp_path: Path) -> None:
     """At once, whatever the time left; the leak police sees that nothing waits on. Each node waits for the other."""
-    agents = [agent(pair[rank], tmp_path, rank, at(pair, port=29510 + rank), []) for rank in (0, 1)]
+    agents = [agent(pair[rank], tmp_path, rank, [*at(pair, port=29510 + rank), *WITHOUT_TORCH], []) for rank in (0, 1)]
     for waiting in agents:
         await_line(waiting, "waiting for", "stderr")
     for waiting in agents:
@@ -253,12 +282,12 @@ def check_cause(outputs: Sequence[tuple[int, str, str]], who: int) -> None:
 
 
 def test_a_signal_on_node_zero_stops_all(pair: VirtualNodes, tmp_path: Path) -> None:
-    interrupt(0, start_stepping(pair, tmp_path))
+    interrupt(0, start_stepping(pair, tmp_path, with_torch=False, flags=["--max-restarts", "1"]))
 
 
 def test_a_link_is_cut_for_three_seconds_and_a_signal_on_node_one_stops_all(pair: VirtualNodes, tmp_path: Path) -> None:
     """They go on after the cut."""
-    agents = start_stepping(pair, tmp_path)
+    agents = start_stepping(pair, tmp_path, with_torch=True, flags=["--max-restarts", "1"])
     pair.cut(1)
     time.sleep(3)
     restored_at = time.time()
@@ -266,13 +295,6 @@ def test_a_link_is_cut_for_three_seconds_and_a_signal_on_node_one_stops_all(pair
     for each in agents:
         await_step(each, restored_at)
     interrupt(1, agents)
-
-
-def start_stepping(pair: VirtualNodes, place: Path) -> list[subprocess.Popen[str]]:
-    agents = start_all(pair, place, [1, 1], "steps", "600", flags=["--max-restarts", "1"])
-    for each in agents:
-        await_line(each, "place")
-    return agents
 
 
 def await_step(process: subprocess.Popen[str], after: float) -> None:
@@ -296,9 +318,8 @@ def interrupt(who: int, agents: list[subprocess.Popen[str]]) -> None:
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_killed_agent(who: int, pair: VirtualNodes, tmp_path: Path) -> None:
-    agents = start_all(pair, tmp_path, [1, 1], "steps", "600")
-    for each in agents:
-        await_line(each, "place")
+    """With the store's node the ranks lose the store; how they lose one another, see test_nodes_come_and_go."""
+    agents = start_stepping(pair, tmp_path, with_torch=who == 0)
     agents[who].kill()
     started = time.monotonic()
     agents[who].communicate(timeout=20)
@@ -317,9 +338,11 @@ def test_a_link_that_is_cut_for_good_and_a_node_without_power(tmp_path: Path) ->
         for fate in ("both", "in", "out", "dark"):
             networks[fate] = stack.enter_context(virtual_nodes(2))
             (tmp_path / fate).mkdir()
-            agents[fate] = start_all(networks[fate], tmp_path / fate, [1, 1], "steps", "6000")
-            for each in agents[fate]:
-                await_line(each, "place")
+            # What the ranks notice of it is the same in all; the agents have to see each case by themselves.
+            with_torch = fate == "both"
+            agents[fate] = start_stepping(networks[fate], tmp_path / fate, with_torch=with_torch, awaited=False)
+        for each in itertools.chain(*agents.values()):
+            await_line(each, "place")
         networks["dark"].stop(1)
         for way in ("both", "in", "out"):
             networks[way].cut(1, way)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from phalanx.testing import Node, VirtualNodes, virtual_nodes
+from tests.conftest import WITHOUT_TORCH
 from tests.faults.test_many_nodes import agent, await_file, await_line, ends, places
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root")
@@ -123,7 +124,7 @@ def test_without_the_endpoint_nobody_goes_on(tmp_path: Path) -> None:
 )
 def test_why_they_do_not_meet(flags: list[str], text: str, three: VirtualNodes, tmp_path: Path) -> None:
     """Each within seconds, in a sentence."""
-    ((code, _, err),) = ends([agent(three[0], tmp_path, 0, [*at(three[0], "2"), *flags], [])], 20)
+    ((code, _, err),) = ends([agent(three[0], tmp_path, 0, [*at(three[0], "2", *WITHOUT_TORCH), *flags], [])], 20)
     assert code != 0
     assert text in err
     assert "Traceback" not in err
@@ -131,11 +132,11 @@ def test_why_they_do_not_meet(flags: list[str], text: str, three: VirtualNodes, 
 
 def test_a_node_that_does_not_belong_is_sent_away(three: VirtualNodes, tmp_path: Path) -> None:
     """Within seconds; the one that was there first waits on."""
-    waiting = agent(three[0], tmp_path, 0, at(three[0], "2", "--rdzv-id", "a"), [])
+    waiting = agent(three[0], tmp_path, 0, at(three[0], "2", "--rdzv-id", "a", *WITHOUT_TORCH), [])
     await_line(waiting, "waiting for 1", "stderr")
     newcomers = [
-        agent(three[1], tmp_path, 1, at(three[0], "1:2", "--rdzv-id", "a"), []),
-        agent(three[2], tmp_path, 2, at(three[0], "2", "--rdzv-id", "b"), []),
+        agent(three[1], tmp_path, 1, at(three[0], "1:2", "--rdzv-id", "a", *WITHOUT_TORCH), []),
+        agent(three[2], tmp_path, 2, at(three[0], "2", "--rdzv-id", "b", *WITHOUT_TORCH), []),
     ]
     texts = [r"has --nnodes 1:2, but host node0 \(10.77.0.1\) has 2; give all", "another run uses this port"]
     for (code, _, err), text in zip(ends(newcomers, 30), texts, strict=True):
@@ -164,7 +165,7 @@ def test_another_service_on_the_port(three: VirtualNodes, tmp_path: Path) -> Non
         agents = {}
         for who, port in enumerate((29411, 29412)):
             flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{three[0].address}:{port}"]
-            agents[port] = agent(three[who], tmp_path, who, flags, [])
+            agents[port] = agent(three[who], tmp_path, who, [*flags, *WITHOUT_TORCH], [])
         outputs = dict(zip(agents, ends(list(agents.values()), 40), strict=True))
     finally:
         other.kill()
@@ -178,7 +179,7 @@ def test_another_service_on_the_port(three: VirtualNodes, tmp_path: Path) -> Non
 def test_agents_of_torchrun_are_refused(three: VirtualNodes, tmp_path: Path) -> None:
     """In either order; they would wait for each other's words for ever."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "10.77.0.2"]
-    waiting = agent(three[0], tmp_path, 0, at(three[0], "2"), [])
+    waiting = agent(three[0], tmp_path, 0, at(three[0], "2", *WITHOUT_TORCH), [])
     await_file(tmp_path / "at-0/runs/latest/keeper.log")
     pipes: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
     stranger = three[1].start([*torchrun, *at(three[0], "2"), "train.py"], cwd=tmp_path, **pipes)
