@@ -100,13 +100,13 @@ def check_reductions(world: World, dtype: torch.dtype) -> list[str]:
             dist.reduce(tensor, ranks - 1, op)
             equal(f"reduce {what}", tensor, expected if rank == ranks - 1 else everyone[rank], faults)
             if size < SEVERAL_ROUNDS:
-                blocks = [[sample(p, dtype, size, salt=1 + q) for q in range(ranks)] for p in range(ranks)]
-                mine = reduced([blocks[p][rank] for p in range(ranks)], name)
+                sent = [sample(rank, dtype, size, salt=1 + q) for q in range(ranks)]
+                mine = reduced([sample(p, dtype, size, salt=1 + rank) for p in range(ranks)], name)
                 output = torch.empty_like(mine)
-                dist.reduce_scatter(output, blocks[rank], op)
+                dist.reduce_scatter(output, sent, op)
                 equal(f"reduce_scatter {what}", output, mine, faults)
                 output = torch.empty_like(mine)
-                dist.reduce_scatter_single(output, torch.cat(blocks[rank]), op)
+                dist.reduce_scatter_single(output, torch.cat(sent), op)
                 equal(f"reduce_scatter_single {what}", output, mine, faults)
     return faults
 
@@ -155,13 +155,13 @@ def check_all_to_all(world: World, dtype: torch.dtype, size: int) -> list[str]:
     faults: list[str] = []
     rank, ranks = world.rank, world.size
     what = f"{dtype}[{size}]"
-    blocks = [[sample(p, dtype, size, salt=10 + q) for q in range(ranks)] for p in range(ranks)]
-    received = [blocks[p][rank] for p in range(ranks)]
+    sent = [sample(rank, dtype, size, salt=10 + q) for q in range(ranks)]
+    received = [sample(p, dtype, size, salt=10 + rank) for p in range(ranks)]
 
     outputs = [torch.empty_like(block) for block in received]
-    dist.all_to_all(outputs, blocks[rank])
+    dist.all_to_all(outputs, sent)
     whole = torch.empty(size * ranks, dtype=dtype)
-    dist.all_to_all_single(whole, torch.cat(blocks[rank]))
+    dist.all_to_all_single(whole, torch.cat(sent))
     for p in range(ranks):
         equal(f"all_to_all {what}", outputs[p], received[p], faults)
     equal(f"all_to_all_single {what}", whole, torch.cat(received), faults)
@@ -169,7 +169,7 @@ def check_all_to_all(world: World, dtype: torch.dtype, size: int) -> list[str]:
     def split(p: int, q: int) -> int:
         return (size * (p + 2 * q)) // (3 * ranks)  # none at all for some
 
-    uneven = torch.cat([blocks[rank][q][: split(rank, q)] for q in range(ranks)])
+    uneven = torch.cat([sent[q][: split(rank, q)] for q in range(ranks)])
     expected = torch.cat([received[p][: split(p, rank)] for p in range(ranks)])
     output = torch.empty_like(expected)
     sizes = [split(p, rank) for p in range(ranks)], [split(rank, q) for q in range(ranks)]
