@@ -15,9 +15,9 @@ phalanx: data-parallel training with PyTorch, started, joined, watched and expla
 
 commands:
   phalanx run [flags] script.py …   start a script in several processes (torchrun's flags)
-  phalanx report [RUN]              how a run ended and why, or where it is; the latest below ./runs
+  phalanx report [RUN]              how a run ended and why, or what it is doing; default: the latest
   phalanx inspect [RUN]             what each rank of a run is doing now, and which one is slow
-  phalanx doctor                    whether this machine is fit for it, and what to do where it is not
+  phalanx doctor                    checks whether this machine is fit for training, and prints fixes
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
   phalanx bench collectives         measure how fast ranks communicate, beside gloo and MPI

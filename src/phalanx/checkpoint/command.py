@@ -44,13 +44,11 @@ def _parser() -> Parser:
         command.add_argument("path", metavar="PATH", help="the directory given to px.Checkpointer, or one of its steps")
         if name == "export":
             command.add_argument("out", metavar="OUT.safetensors", type=Path)
-            command.add_argument(
-                "--trust", action="store_true", help="also from checkpoints that run code when they are read"
-            )
+            command.add_argument("--trust", action="store_true", help="also from checkpoints whose loading runs code")
         else:
             command.add_argument("--json", action="store_true", help="for programs")
         if name != "ls":
-            command.add_argument("--step", metavar="N", type=int, help="this one alone")
+            command.add_argument("--step", metavar="N", type=int, help="only this step")
     return parser
 
 

@@ -96,7 +96,7 @@ def parser() -> Parser:
         metavar="N",
         type=_seconds,
         default=1.0,
-        help="shares and paces are of so many seconds from now (default %(default)g); 0: since the start",
+        help="measure shares and paces over N seconds (default %(default)g); 0: since the start",
     )
     made.add_argument("--stacks", action="store_true", help="also the stack of the main thread of each living rank")
     made.add_argument("--json", action="store_true", help="for programs: an object with a list of ranks")

@@ -38,7 +38,7 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     table = Table(box=SIMPLE_HEAD, title=_title(spec, sizes), title_justify="left")
     for column in ("node", *(["host"] if hosts else []), "rank", "local rank", "device"):
         table.add_column(column, justify="right")
-    table.add_column("environment of its own", overflow="fold")
+    table.add_column("own variables", overflow="fold")
     for place, environment in zip(everyone, environments, strict=True):
         own = [
             f"{name}={environment[name]}"

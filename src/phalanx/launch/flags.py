@@ -40,10 +40,10 @@ _EVERY = "stdout (1), stderr (2) or both (3)"
 
 TABLE: dict[str, tuple[Flag, ...]] = {
     "how many processes": (
-        Flag("--nproc-per-node", "on each machine: a number, auto, cpu or gpu (default 1, or one a device)", "N"),
+        Flag("--nproc-per-node", "on each machine: a number, auto, cpu or gpu (default 1, or one per device)", "N"),
         Flag("--nnodes", "machines (default 1)", "N|MIN:MAX"),
         Flag("--node-rank", "number of this machine (default 0)", "K", 0, int),
-        Flag("--devices", "the GPUs to use, counted within what is visible", "0,3"),
+        Flag("--devices", "the GPUs to use, counted among the visible ones", "0,3"),
         Flag(
             "--numa-binding",
             "bind each process to CPUs near its GPU, or spread them over the NUMA nodes: " + ", ".join(NUMA_BINDINGS),
@@ -60,7 +60,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
     ),
     "how to start": (
         Flag("--start-method", "fork: torch is imported once for all; exec: by each; auto (default)", "HOW", "auto"),
-        Flag("--preload", "modules of yours to import once for all, before the fork", "A,B", ""),
+        Flag("--preload", "your modules to import once for all ranks, before the fork", "A,B", ""),
         Flag(
             "--backend",
             "auto (default): on CPUs shm instead of gloo; as-written: what the script asks for",
@@ -80,13 +80,13 @@ TABLE: dict[str, tuple[Flag, ...]] = {
         Flag("--rdzv-timeout", "seconds to wait for the other machines (default 300)", "S", 300.0, float),
         Flag("--interface", "the network to the other machines (default: the one that leads to the master)", "NAME"),
         Flag("--local-addr", "address of this machine, for several machines", "HOST"),
-        Flag("--secret-file", "what the machines prove to each other that they belong to this run", "FILE"),
+        Flag("--secret-file", "the secret by which the machines authenticate each other", "FILE"),
     ),
     "one command for all machines": (
         Flag("--hosts", "start there over ssh: host or host:processes; the first has rank 0", "A:8,B:8", short="-H"),
-        Flag("--hostfile", "the same from a file with a host a line: name slots=8", "FILE"),
+        Flag("--hostfile", "the same from a file with one host per line: name slots=8", "FILE"),
         Flag("--ssh", "the command that connects (default ssh)", "'ssh -p 22'", "ssh"),
-        Flag("--export", "more variables of yours that go there", "NAME,…", ""),
+        Flag("--export", "more environment variables to send there", "NAME,…", ""),
     ),
     "when something goes wrong": (
         Flag("--max-restarts", "start all ranks again after a failure, at most N times", "N", 0, int),
@@ -100,7 +100,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
             choices=ON_STALL,
         ),
         Flag("--signals-to-handle", "signals that are passed on and end the run", "A,B", _SIGNALS),
-        Flag("--monitor-interval", "taken for torchrun's sake: faults are noticed at once", "S", 0.1, float),
+        Flag("--monitor-interval", "accepted, without effect: faults are noticed at once", "S", 0.1, float),
     ),
     "output": (
         Flag("--log-dir", "where run directories go (default runs); each has rank-N.log", "DIR", "runs"),

@@ -147,7 +147,7 @@ def _parser() -> Parser:
         *("--nproc-per-node", "--nproc_per_node"),
         metavar="N",
         type=_positive,
-        help="the ranks you want to start here (default: one a GPU, or else one a core); cores, threads, memory and "
+        help="ranks to start here (default: one per GPU, or else one per core); cores, threads, memory and "
         "open files are judged by it",
     )
     parser.add_argument("--json", action="store_true", help="for programs: a list of name, value, verdict, advice")
