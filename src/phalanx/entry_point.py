@@ -1,4 +1,4 @@
-"""How a command of phalanx begins and ends: open standard streams, errors as sentences, the exit code."""
+"""How a process of phalanx begins and ends: its command, open standard streams, errors as sentences, the exit code."""
 
 from __future__ import annotations
 
@@ -11,6 +11,30 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from phalanx.errors import PhalanxError
+
+
+def python_command(call: str, *, ahead: bool = False) -> list[str]:
+    """The command that runs ``call``, such as ``phalanx.launch.process.zygote.main(5, fresh)``, in this interpreter.
+
+    Nothing of the current directory gets in its way, and ``fresh`` names the modules that an interpreter has before
+    anything of ours is imported. ``ahead``: this phalanx is taken before an installed one, in a process that has not
+    got our PYTHONPATH.
+    """
+    import subprocess  # neither is needed by every command that opens its streams
+
+    from phalanx.source_lines import SYS_PATH_ENTRY as root
+
+    module = call.partition("(")[0].rpartition(".")[0]
+    add, remove = f"sys.path.append({root!r})", "sys.path.pop()"
+    if ahead:
+        add, remove = f"sys.path.insert(0, {root!r})", "sys.path.pop(0)"
+    text = (
+        f"import sys; fresh = frozenset(sys.modules); sys.path[0] == '' and sys.path.pop(0); "
+        f"{add}; import {module}; {remove}; {call}"
+    )
+    # -O, -W, -X and the like, as this interpreter was given them; multiprocessing does the same for its children.
+    flags = subprocess._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+    return [sys.executable, *flags, "-c", text]
 
 
 def run(command: Callable[[], int]) -> NoReturn:

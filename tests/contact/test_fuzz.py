@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from phalanx import bench, cli
-from phalanx.launch import start as launch_start
+from phalanx.launch import command as launch_command
 from phalanx.launch.remote import conductor
 from tests.contact import api_calls, command_lines
 from tests.contact.command_lines import Line
@@ -41,7 +41,7 @@ def stops_before_the_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def too_long(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"still busy after {LONGEST} s")
 
-    monkeypatch.setattr(launch_start, "ZygoteClient", start)
+    monkeypatch.setattr(launch_command, "ZygoteClient", start)
     monkeypatch.setattr(conductor, "_Conductor", start)
     monkeypatch.setattr(bench, "_run", lambda benchmark, argv: benchmark.parse(argv) and 0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

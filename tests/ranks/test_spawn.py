@@ -321,7 +321,7 @@ def test_a_failure_while_others_are_still_being_started(run_ranks, monkeypatch: 
     """Ranks that are called off before they have started have no pid, and nobody waits for one."""
     from torch.multiprocessing import ProcessRaisedException
 
-    monkeypatch.setattr(attempt_run, "_MOST_UNDER_WAY", 1)  # so that most of them have not when the first one fails
+    monkeypatch.setattr(attempt_run, "_MOST_STARTING", 1)  # so that most of them have not when the first one fails
     with pytest.raises(ProcessRaisedException, match="too early"):
         run_ranks(fail_at_once, 40, join_group=False)
 

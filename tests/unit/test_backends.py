@@ -212,14 +212,14 @@ def test_all_notices_of_one_read_are_passed_on() -> None:
     said: list[str] = []
     zygote: Any = socket.socket()
     with selectors.DefaultSelector() as selector, zygote:
-        watch = AttemptRun(zygote, selector, 1.0, said.append)
-        member = RankProcess(placements([1])[0])
+        attempt = AttemptRun(zygote, selector, 1.0, said.append)
+        rank = RankProcess(placements([1])[0])
         for text in ("a", "b", "a"):
-            os.write(member.report_writer, json.dumps({"notice": text}).encode() + b"\n")
-        watch._read_report(member)
-        os.write(member.report_writer, json.dumps({"notice": "c"}).encode() + b"\n")
-        watch._read_report(member)
-        member.close()
+            os.write(rank.report_writer, json.dumps({"notice": text}).encode() + b"\n")
+        attempt._read_report(rank)
+        os.write(rank.report_writer, json.dumps({"notice": "c"}).encode() + b"\n")
+        attempt._read_report(rank)
+        rank.close()
     assert said == ["a", "b", "c"]
 
 

@@ -22,7 +22,7 @@ from phalanx.diagnose.doctor.software import Python
 from phalanx.diagnose.doctor.torch_build import SystemGpus
 from phalanx.diagnose.doctor.torch_probe import Gpu, Torch
 from phalanx.errors import UsageError
-from phalanx.launch import start
+from phalanx.launch import command as launch_command
 from phalanx.system.cgroups import Allowance, allowance
 from phalanx.system.cores import Cores
 from tests.conftest import REPOSITORY, Runner, read_terminal
@@ -292,7 +292,7 @@ def test_the_lines() -> None:
 
 
 def test_the_same_numbers_as_phalanx_run() -> None:
-    assert [machine.files_needed(n) for n in (1, 64)] == [start.files_needed(n) for n in (1, 64)]
+    assert [machine.files_needed(n) for n in (1, 64)] == [launch_command.files_needed(n) for n in (1, 64)]
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

@@ -14,12 +14,12 @@ from typing import Any, cast
 import pytest
 
 from phalanx import messages, secret
+from phalanx.entry_point import python_command
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.agent_lines import AgentLines
-from phalanx.launch.process import python_command
 from phalanx.launch.remote import compatibility, forwarded_env, transports
 from phalanx.launch.remote.host_connection import HostConnection
 from phalanx.launch.spec import hosts
@@ -204,7 +204,7 @@ def test_the_forwarded_variables() -> None:
         forwarded_env.pack(environ, ("MISSING",))
 
 
-REMOTE = python_command.command("phalanx.launch.command.remote()")
+REMOTE = python_command("phalanx.launch.command.remote()")
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh")

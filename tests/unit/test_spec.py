@@ -10,7 +10,7 @@ from phalanx import messages
 from phalanx.errors import UsageError
 from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
-from phalanx.launch.agent.stop_sequence import StopSequence
+from phalanx.launch.agent.attempt_run import stop_steps
 from phalanx.launch.spec import device_count, network
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
 from phalanx.system import cores
@@ -259,10 +259,8 @@ def test_virtual_local_rank_gives_each_process_its_card() -> None:
 def test_stopping_ends_within_the_timeout() -> None:
     import signal
 
-    plan = StopSequence.plan(signal.SIGINT, 10.0)
-    moments = [moment for moment, _ in plan.steps]
-    assert [number for _, number in plan.steps] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
-    assert [round(moment - moments[0]) for moment in moments] == [0, 9, 10]
-    assert plan.due(moments[0] + 9.5) == [signal.SIGINT, signal.SIGTERM]
-    assert plan.due(moments[0] + 9.6) == []
-    assert StopSequence.plan(signal.SIGTERM, 0.0).steps[0][1] == signal.SIGKILL
+    steps = stop_steps(signal.SIGINT, 10.0)
+    assert [number for _, number in steps] == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+    assert [round(moment - steps[0][0]) for moment, _ in steps] == [0, 9, 10]
+    assert [number for _, number in stop_steps(signal.SIGTERM, 10.0)] == [signal.SIGTERM, signal.SIGKILL]
+    assert [number for _, number in stop_steps(signal.SIGTERM, 0.0)] == [signal.SIGKILL]

@@ -15,7 +15,7 @@ import pytest
 from phalanx import events, messages, status
 from phalanx.errors import ForeignData
 from phalanx.events import HangRecord
-from phalanx.launch.agent import rank_starter
+from phalanx.launch.agent.rank_process import open_rank
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.status import layout
@@ -275,24 +275,20 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
 
     monkeypatch.setattr(StallDetector, "look", fail)
     for _ in range(3):
-        watchdogs.turn(cast(Any, SimpleNamespace(members={}, stopping=None, any_started=False)))
+        watchdogs.turn(cast(Any, SimpleNamespace(ranks={}, is_stopping=False, any_started=False)))
     reason = "RuntimeError: can't start new thread"
     assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run continues"]
     assert len(noted) == 1
     assert "in fail" in noted[0]
 
 
-def test_a_new_attempt_is_not_taken_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_attempt_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
     """Until its ranks have written pages of their own, there are none."""
     paths = [events.error_path(tmp_path, 0), status.status_path(tmp_path, 0)]
     for path in paths:
         path.touch()
-    seen: list[bool] = []
-    monkeypatch.setattr(rank_starter.RankStarter, "_start", lambda *_: seen.extend(path.exists() for path in paths))
-    monkeypatch.setattr(rank_starter, "new_rank_process", lambda *_: None)
-    spec = LaunchSpec(Program("script", "x.py"))
-    started = rank_starter.RankStarter(
-        spec, {}, tmp_path, None, cast(Any, None), cast(Any, SimpleNamespace(resume=None)), print
-    )
-    started.start(cast(Any, None), placements([1]), ("127.0.0.1", 1234), attempt=1)
-    assert seen == [False, False]
+    console = SimpleNamespace(out=1, err=2)
+    spec, (place,) = LaunchSpec(Program("script", "x.py")), placements([1])
+    rank = open_rank(spec, place, tmp_path, 1, cast(Any, console), lambda pipe: None, print)
+    rank.close()
+    assert [path.exists() for path in paths] == [False, False]

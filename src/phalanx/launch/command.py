@@ -1,39 +1,50 @@
-"""``phalanx run`` and ``python -m phalanx.launch``: from a command line to a run."""
+"""``phalanx run`` and ``python -m phalanx.launch``: from a command line to a run.
+
+What cannot work is an error before anything starts. Then the zygote is started, and the agent imports the rest of
+itself while the zygote imports torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import socket
 from collections.abc import Mapping
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
+from phalanx import messages, run_files, secret
+from phalanx.errors import PortBusy, UsageError
 from phalanx.launch import parse
+from phalanx.launch.process.zygote_client import ZygoteClient
+from phalanx.launch.spec import preflight
+from phalanx.launch.spec.device_count import thread_setting, visible_gpus
 from phalanx.launch.spec.launch_spec import LaunchSpec
+from phalanx.system import ports
+
+if TYPE_CHECKING:
+    from phalanx.launch.spec.network import Route
 
 
 def run(arguments: list[str]) -> int:
     """``phalanx run``, with the flags of torchrun."""
-    return _start(*parse.parse(arguments, os.environ), arguments)
+    return _run(*parse.parse(arguments, os.environ), arguments)
 
 
 def launch(arguments: list[str]) -> int:
     """``python -m phalanx.launch``, with the flags of ``python -m torch.distributed.launch``."""
-    return _start(*parse.parse_launch(arguments, os.environ), arguments, is_launch=True)
+    return _run(*parse.parse_launch(arguments, os.environ), arguments, is_launch=True)
 
 
 def remote() -> NoReturn:
     """The agent of one host, in a run that a command on another machine has started."""
     from phalanx.launch.remote import remote_agent
 
-    def run_agent(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
-        from phalanx.launch import start
-
-        return start.run(spec, environ)
-
-    remote_agent.main(parse.parse, parse.parse_launch, run_agent)
+    remote_agent.main(parse.parse, parse.parse_launch, run_node)
 
 
-def _start(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: bool = False) -> int:
-    """What is imported next depends on what is asked for; the agent is quicker without the rest."""
+def _run(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: bool = False) -> int:
     if dry_run:
         from phalanx.launch.dry_run import show
 
@@ -43,6 +54,109 @@ def _start(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: 
         from phalanx.launch.remote.conductor import conduct
 
         return conduct(spec, arguments, os.environ, is_launch=is_launch)
-    from phalanx.launch import start
+    return run_node(spec, os.environ)
 
-    return start.run(spec, os.environ)
+
+def run_node(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
+    """Starts this machine's part of a run and waits for its end; returns the exit code."""
+    preflight.check(spec)
+    spec = _bind(spec, environ)
+    _raise_file_limit(spec)
+    route = find_route(spec)
+    secret.load(spec.secret_file, environ)
+    if route is None:
+        secret.make()
+    with contextlib.ExitStack() as stack:
+        listener = _listener(spec, route)
+        if listener is not None:
+            stack.enter_context(contextlib.closing(listener))
+        directory = run_files.new_run_directory(Path(spec.log_dir), run_files.new_run_id())
+        environment = {
+            **{name: value for name, value in environ.items() if name != secret.VARIABLE},
+            **thread_setting(spec.nproc_per_node, environ, spec.cpus),
+            "PHALANX_RUN_DIR": str(directory),
+        }
+        zygote = ZygoteClient(
+            environment,
+            start_method="exec" if spec.program.kind == "command" else spec.start_method,
+            preload=spec.preload,
+            late=preflight.late_imports(spec),
+            script_directory=preflight.script_directory(spec),
+            listener=listener,
+            with_nodes=route is not None,
+        )
+    with contextlib.closing(zygote):
+        from phalanx.launch.agent.agent import Agent  # while the zygote imports torch
+
+        return Agent(spec, environment, zygote, directory, route).run()
+
+
+def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
+    """Adds the CPUs of each rank, if they are to be bound."""
+    if spec.numa_binding is None:
+        return spec
+    from phalanx.launch.spec import numa
+
+    gpus = spec.devices if spec.devices is not None else visible_gpus(environ)
+    cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
+    return messages.replace(spec, cpus=cpus)
+
+
+def _listener(spec: LaunchSpec, route: Route | None) -> socket.socket | None:
+    """The socket that the keeper serves: the ranks' store when there is one node, or the one where the nodes meet."""
+    if route is None:
+        return ports.listen(ports.LOOPBACK, spec.master_port)
+    if spec.rdzv_backend == "static":
+        return ports.listen(route.address, spec.master_port) if spec.node_rank == 0 else None
+    from phalanx.launch.spec import network
+
+    is_own = network.is_own(route.master)
+    if not (is_own if spec.is_host is None else spec.is_host):
+        return None
+    try:
+        return ports.listen(route.master if is_own else route.address, spec.master_port)
+    except PortBusy:
+        return None  # another agent of this machine may serve it; if it is anything else, the keeper reports it
+
+
+def find_route(spec: LaunchSpec) -> Route | None:
+    """The way to the other nodes; None when there are none."""
+    fewest, most = spec.nnodes
+    if most == 1:
+        return None
+    from phalanx.launch.spec import network
+
+    is_static = spec.rdzv_backend == "static"
+    if is_static and fewest != most:
+        raise UsageError(
+            f"--nnodes {fewest}:{most} is a range, and nodes that come and go need --rdzv-backend c10d "
+            "--rdzv-endpoint HOST:PORT; or give their number."
+        )
+    if spec.master_addr == ports.LOOPBACK:
+        if is_static:
+            raise UsageError(f"--nnodes {most} needs --master-addr: the address of the machine with --node-rank 0.")
+        raise UsageError(f"--nnodes {most} needs --rdzv-endpoint: the address of one of the machines, where they meet.")
+    if not spec.master_port:
+        raise UsageError(f"--nnodes {most} needs --master-port: a port that is free on {spec.master_addr}.")
+    route = network.find_route(spec.master_addr, spec.interface, spec.local_addr)
+    if is_static and spec.node_rank == 0 and not network.is_own(route.master):
+        raise UsageError(
+            f"--node-rank 0 is the machine with the master's address, but {spec.master_addr} is not this one's; "
+            "give this machine's address, or another --node-rank."
+        )
+    return route
+
+
+def files_needed(ranks: int) -> int:
+    """Three pipes for each rank, and more while it starts. `phalanx doctor` gives the same number."""
+    return 12 * ranks + 64
+
+
+def _raise_file_limit(spec: LaunchSpec) -> None:
+    """The usual soft limit of 1024 is a default, not a rule."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = files_needed(spec.nproc_per_node)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise UsageError(f"{spec.nproc_per_node} ranks need {needed} open files, but the limit (ulimit -n) is {hard}.")
+    if needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

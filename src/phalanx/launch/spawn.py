@@ -105,14 +105,14 @@ class SpawnContext:
         self._own_zygote = zygote is None
         self._zygote = zygote or _new_zygote()
         self._selector = selectors.DefaultSelector()
-        self._watch = AttemptRun(self._zygote, self._selector, _GRACE, notices.give)
+        self._attempt = AttemptRun(self._zygote, self._selector, _GRACE, notices.give)
         self._open = True
         try:
             self._zygote.fresh_store()
             for place in placements([nprocs]):
                 self._start(spec, place, parcel, fds)
-            while not all(member.pid or member.exited for member in self._watch.members.values()):
-                self._watch.turn(None)
+            while not all(rank.pid or rank.exited for rank in self._attempt.ranks.values()):
+                self._attempt.turn(None)
         except BaseException:
             self.close()
             raise
@@ -133,12 +133,12 @@ class SpawnContext:
         try:
             os.write(package, parcel)
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment)
-            self._watch.start(RankProcess(place), worker, [0, 1, 2], [package, *fds])
+            self._attempt.start(RankProcess(place), worker, [package, *fds])
         finally:
             os.close(package)
 
     def pids(self) -> list[int]:
-        return [member.pid or 0 for member in self._watch.members.values()]
+        return [rank.pid or 0 for rank in self._attempt.ranks.values()]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
         """True when all processes have ended well, False when the timeout passed; raises if one of them failed.
@@ -148,15 +148,15 @@ class SpawnContext:
         if not self._open:
             return True
         deadline = None if timeout is None else time.monotonic() + timeout
-        while not self._watch.all_exited:
+        while not self._attempt.all_exited:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return False
-            had_stopped = self._watch.stopping is not None
-            self._watch.turn(left)
-            if grace_period is not None and self._watch.stopping is not None and not had_stopped:
-                self._watch.stop(signal.SIGTERM, timeout=grace_period)
-        endings = self._watch.endings()
+            was_stopping = self._attempt.is_stopping
+            self._attempt.turn(left)
+            if grace_period is not None and self._attempt.is_stopping and not was_stopping:
+                self._attempt.stop(signal.SIGTERM, timeout=grace_period)
+        endings = self._attempt.endings()
         self.close()
         if any(ending.failed for ending in endings):
             _raise(find_cause(endings).cause)
@@ -164,9 +164,9 @@ class SpawnContext:
 
     def interrupt(self) -> None:
         """Passes a Ctrl-C on, as a shared terminal would, and waits for the processes to end."""
-        self._watch.stop(signal.SIGINT)
-        while not self._watch.all_exited:
-            self._watch.turn(None)
+        self._attempt.stop(signal.SIGINT)
+        while not self._attempt.all_exited:
+            self._attempt.turn(None)
 
     def close(self) -> None:
         """Ends whatever still runs, and the helpers."""
@@ -178,8 +178,8 @@ class SpawnContext:
         if self._own_zygote:
             self._zygote.close()
         else:
-            self._watch.abandon()
-        self._watch.close()
+            self._attempt.abandon()
+        self._attempt.close()
         self._selector.close()
         for fd in self._filled:
             os.close(fd)

@@ -1,8 +1,8 @@
-"""The watch over the workers of one attempt: an event loop, and the rule for when one rank's end is everyone's.
+"""One attempt: starts the ranks of this node, handles their events, and stops them all when one has failed.
 
 The first failure that is not the consequence of another stops the rest. A rank that merely lost its connection is
-such a consequence; the watch then waits a while for the rank that left, which may be busy with its own clean-up
-before it can say why.
+such a consequence: then the attempt waits a while for the rank that left first, which may be busy with its own
+clean-up before it can report why.
 """
 
 from __future__ import annotations
@@ -16,27 +16,40 @@ from collections.abc import Callable, Sequence
 
 from phalanx import events, messages
 from phalanx.launch.agent.rank_process import RankProcess
-from phalanx.launch.agent.stop_sequence import StopSequence
 from phalanx.launch.output.logs import OutputPipe
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.process.zygote_messages import Exited, Started
 from phalanx.launch.spec.launch_spec import WorkerSpec
 
-_MOST_UNDER_WAY = 16
+_MOST_STARTING = 16
 _TO_FAIL_ALIKE = 0.25
 """Seconds that the others get when native code has ended one: often all end so at once, and none is a victim."""
 _CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 _LEAST_TO_DIE, _MOST_TO_DIE = 3.0, 20.0
 """Seconds that ranks get to end after SIGKILL: twice the shutdown timeout, within these bounds."""
-_TO_SAY_WHERE = 0.5
-"""Seconds that the others get to say where they were, when one has noticed that they have called different things."""
+_TO_REPORT_CALLS = 0.5
+"""Seconds that the others get to report where they were, when one has noticed that they called different things."""
+
+
+def stop_steps(first: int, timeout: float) -> list[tuple[float, int]]:
+    """The signals that end ranks, with the moments (on the monotonic clock) when they are due.
+
+    SIGINT leaves the last second of the timeout to SIGTERM; whatever is left at its end is killed.
+    """
+    start = time.monotonic()
+    steps: list[tuple[float, int]] = [(start + timeout, signal.SIGKILL)]
+    if timeout > 0:
+        if first == signal.SIGINT:
+            steps.insert(0, (start + timeout - min(1.0, timeout / 2), signal.SIGTERM))
+        steps.insert(0, (start, first))
+    return steps
 
 
 class AttemptRun:
-    """Holds the members of an attempt.
+    """The ranks of one attempt.
 
-    ``note`` is told of everything that happens, for the event file; ``say`` of what rank 0 has for the console.
+    ``note`` gets everything that happens, for the event file; ``print_notice`` what rank 0 has for the console.
     """
 
     def __init__(
@@ -44,82 +57,84 @@ class AttemptRun:
         zygote: ZygoteClient,
         selector: selectors.BaseSelector,
         shutdown_timeout: float,
-        say: Callable[[str], None],
+        print_notice: Callable[[str], None],
         note: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
-        self.members: dict[int, RankProcess] = {}
+        self.ranks: dict[int, RankProcess] = {}
         self.why_exec: str | None = None
-        self.stopping: StopSequence | None = None
-        self._zygote = zygote
-        self._selector = selector
+        self.is_stopping = False
+        self._stop_steps: list[tuple[float, int]] = []
+        self._zygote, self._selector = zygote, selector
         self._waiting: deque[tuple[RankProcess, WorkerSpec, list[int]]] = deque()
-        """Still to be asked for, with their descriptors."""
-        self._under_way = 0
-        """Asked for, and not yet heard of."""
+        """Ranks that are still to be requested from the zygote, with their descriptors."""
+        self._starting = 0
+        """Ranks that the zygote was asked for and has not started yet."""
         self._last_signal: int | None = None
         self._timeout = shutdown_timeout
-        self._note, self._say = note, say
+        self._note, self._print_notice = note, print_notice
         self._killed_at: float | None = None
         """When all ranks were sent SIGKILL."""
-        self._suspicion: float | None = None
-        """Until when to wait for the cause, after a rank that merely lost its connection."""
-        selector.register(zygote, selectors.EVENT_READ, self._hear_zygote)
-        self._is_listening = True
+        self._stop_at: float | None = None
+        """When the ranks are stopped for a failure unless its cause is reported before."""
+        selector.register(zygote, selectors.EVENT_READ, self._read_zygote)
+        self._is_attached = True
 
-    def start(self, member: RankProcess, worker: WorkerSpec, fds: Sequence[int], extra: Sequence[int] = ()) -> None:
-        """``fds``: its three standard streams; ``extra``: what a function refers to. Both stay the caller's."""
-        self.members[member.rank] = member
-        self._waiting.append((member, worker, [os.dup(fd) for fd in (*fds, member.report_writer, *extra)]))
-        member.close_writers()
-        self._selector.register(member.report_reader, selectors.EVENT_READ, lambda: self._hear_report(member))
+    def start(self, rank: RankProcess, worker: WorkerSpec, extra: Sequence[int] = ()) -> None:
+        """Requests a rank; its output goes to its pipes, or to our own streams if it has none.
+
+        ``extra``: descriptors that a function refers to; they stay the caller's.
+        """
+        self.ranks[rank.rank] = rank
+        streams = [0, *(pipe.writer for pipe in rank.pipes)] if rank.pipes else [0, 1, 2]
+        self._waiting.append((rank, worker, [os.dup(fd) for fd in (*streams, rank.report_writer, *extra)]))
+        rank.close_writers()
+        self._selector.register(rank.report_reader, selectors.EVENT_READ, lambda: self._on_report(rank))
         self._send_starts()
 
     def _send_starts(self) -> None:
-        """A few at a time, and none before the zygote listens: a send that has to wait would make the loop deaf."""
-        while self._waiting and self._zygote.ready and self._under_way < _MOST_UNDER_WAY:
+        """A few at a time, and none before the zygote reads: a send that has to wait would block the loop."""
+        while self._waiting and self._zygote.ready and self._starting < _MOST_STARTING:
             _, worker, fds = self._waiting.popleft()
-            self._under_way += 1
+            self._starting += 1
             try:
                 self._zygote.start(worker, fds)
             finally:
                 _close_all(fds)
 
-    def _call_off_starts(self) -> None:
-        """Those that have not even been asked for will not be."""
+    def _cancel_starts(self) -> None:
         while self._waiting:
-            member, _, fds = self._waiting.popleft()
+            rank, _, fds = self._waiting.popleft()
             _close_all(fds)
-            member.asked_at = time.time()
-            self._has_exited(member, Exited(member.rank, 0, None, signal.SIGTERM))
+            rank.asked_at = time.time()
+            self._end_rank(rank, Exited(rank.rank, 0, None, signal.SIGTERM))
 
     @property
     def all_exited(self) -> bool:
-        return all(member.exited for member in self.members.values())
+        return all(rank.exited for rank in self.ranks.values())
 
     @property
     def any_started(self) -> bool:
-        return any(member.pid is not None for member in self.members.values())
+        return any(rank.pid is not None for rank in self.ranks.values())
 
     @property
-    def streams(self) -> list[OutputPipe]:
-        """The pipes of all ranks that have not ended."""
-        return [pipe for member in self.members.values() for pipe in member.pipes if not pipe.ended]
+    def pipes(self) -> list[OutputPipe]:
+        """The pipes that have not ended."""
+        return [pipe for rank in self.ranks.values() for pipe in rank.pipes if not pipe.ended]
 
     def turn(self, longest_wait: float | None) -> None:
-        """One turn of the loop: waits for something to happen and does what is due."""
-        for key, _ in self._selector.select(self._patience(longest_wait)):
+        """One turn of the loop: waits for an event and does what is due."""
+        for key, _ in self._selector.select(self._seconds_to_wait(longest_wait)):
             if key.fd in self._selector.get_map():  # what came before it in this turn may have ended it
                 key.data()
         now = time.monotonic()
-        if self._suspicion is not None and now >= self._suspicion and self.stopping is None:
+        if self._stop_at is not None and now >= self._stop_at and not self.is_stopping:
             self.stop(signal.SIGTERM)
-        if self.stopping is not None:
-            self._send_due(now)
+        self._send_due_signals(now)
         overdue = self._overdue_at
         if overdue is not None and now >= overdue:
             raise HelperLost(
                 f"the process that starts the workers (pid {self._zygote.pid}) has not ended them "
-                f"{overdue - (self._killed_at or 0):g} s after it was asked to send SIGKILL"
+                f"{overdue - (self._killed_at or 0):g} s after it was told to send SIGKILL"
             )
 
     @property
@@ -129,53 +144,51 @@ class AttemptRun:
             return None
         return self._killed_at + min(max(2 * self._timeout, _LEAST_TO_DIE), _MOST_TO_DIE)
 
-    def _patience(self, longest_wait: float | None) -> float | None:
+    def _seconds_to_wait(self, longest: float | None) -> float | None:
         now = time.monotonic()
-        deadlines = [now + longest_wait] if longest_wait is not None else []
-        if self.stopping is not None and self.stopping.next_step is not None:
-            deadlines.append(self.stopping.next_step)
-        if self._overdue_at is not None:
-            deadlines.append(self._overdue_at)
-        if self._suspicion is not None and self.stopping is None:
-            deadlines.append(self._suspicion)
+        next_signal = self._stop_steps[0][0] if self._stop_steps else None
+        stop_at = self._stop_at if not self.is_stopping else None
+        longest_at = now + longest if longest is not None else None
+        deadlines = [at for at in (longest_at, next_signal, self._overdue_at, stop_at) if at is not None]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
     def stop(self, first: int, *, at_once: bool = False, timeout: float | None = None) -> None:
-        """Asks all ranks to end, with ``first``; those that are left after the timeout are killed."""
+        """Sends ``first`` to all ranks; those that are left after the timeout are killed."""
         timeout = self._timeout if timeout is None else timeout
-        self.stopping = StopSequence.plan(first, 0.0 if at_once else timeout)
+        self.is_stopping = True
+        self._stop_steps = stop_steps(first, 0.0 if at_once else timeout)
         self._note("stopping", signal=signal.Signals(first).name, at_once=at_once)
-        self._call_off_starts()
-        self._send_due(time.monotonic())
+        self._cancel_starts()
+        self._send_due_signals(time.monotonic())
 
-    def wait_for_no_cause(self) -> None:
-        """Why ranks fail is known: who fails for waiting too long is followed by nobody who says more."""
-        if self._suspicion is not None:
-            self._suspicion = time.monotonic()
+    def stop_waiting_for_cause(self) -> None:
+        """The cause is known: a rank that timed out has no earlier failure to wait for."""
+        if self._stop_at is not None:
+            self._stop_at = time.monotonic()
 
     def finish(self) -> None:
-        """After the last exit: ends whatever the workers started and left behind, then listens no more."""
+        """After the last exit: ends the processes that the ranks have left behind, and detaches."""
         self.detach()
         for event in self._zygote.sweep() if self._zygote.ready else ():
             self._handle(event)
 
     def detach(self) -> None:
-        """Stops listening to the zygote."""
-        if self._is_listening:
-            self._is_listening = False
+        """Reads no more events of the zygote."""
+        if self._is_attached:
+            self._is_attached = False
             self._selector.unregister(self._zygote)
 
     def give_up(self) -> None:
         """The zygote is gone, and its ranks with it: nobody will report how they have ended."""
         self.detach()
-        self._call_off_starts()
-        for member in self.members.values():
-            if not member.exited:
-                member.asked_at = member.asked_at or time.time()
-                self._has_exited(member, Exited(member.rank, member.pid or 0, None, signal.SIGKILL))
+        self._cancel_starts()
+        for rank in self.ranks.values():
+            if not rank.exited:
+                rank.asked_at = rank.asked_at or time.time()
+                self._end_rank(rank, Exited(rank.rank, rank.pid or 0, None, signal.SIGKILL))
 
     def abandon(self) -> None:
-        """Ends the attempt without waiting for anybody; the zygote stays usable for the next, unless it is lost."""
+        """Kills the ranks; the zygote stays usable for the next attempt, unless it is lost."""
         try:
             if not self.all_exited:
                 self.stop(signal.SIGKILL, at_once=True)
@@ -188,100 +201,88 @@ class AttemptRun:
             self.give_up()
 
     def endings(self) -> list[events.Ending]:
-        return [member.ending() for member in self.members.values()]
+        return [rank.ending() for rank in self.ranks.values()]
 
     def close(self) -> None:
-        for member in self.members.values():
-            member.close()
+        for rank in self.ranks.values():
+            rank.close()
 
-    def _hear_zygote(self) -> None:
+    def _read_zygote(self) -> None:
         event = self._zygote.next_event()
         if event is not None:
             self._handle(event)
         self._send_starts()
 
-    def _hear_report(self, member: RankProcess) -> None:
-        if self._read_report(member):
-            self._consider(member)
-        if member.report_ended:
-            self._selector.unregister(member.report_reader)
+    def _on_report(self, rank: RankProcess) -> None:
+        if self._read_report(rank):
+            self._consider(rank)
+        if rank.report_ended:
+            self._selector.unregister(rank.report_reader)
 
-    def _read_report(self, member: RankProcess) -> bool:
-        """Whether it has just told its error."""
-        before, was_malformed = len(member.notices), member.malformed
-        has_failed = member.read_report()
-        if member.malformed is not None and was_malformed is None:
-            self._note("malformed", rank=member.rank, text=member.malformed)
-        for notice in member.notices[before:] if member.rank == 0 else ():
-            self._say(notice)
+    def _read_report(self, rank: RankProcess) -> bool:
+        """Returns whether the rank has just reported its error."""
+        before, was_malformed = len(rank.notices), rank.malformed
+        has_failed = rank.read_report()
+        if rank.malformed is not None and was_malformed is None:
+            self._note("malformed", rank=rank.rank, text=rank.malformed)
+        for notice in rank.notices[before:] if rank.rank == 0 else ():
+            self._print_notice(notice)
         return has_failed
 
     def _handle(self, event: Started | Exited) -> None:
-        member = self.members[event.rank]
+        rank = self.ranks[event.rank]
         if isinstance(event, Exited):
             self._note("exited", **messages.asdict(event))
-            self._has_exited(member, event)
-            self._consider(member)
+            self._end_rank(rank, event)
+            self._consider(rank)
             return
-        self._under_way -= 1
-        member.pid = event.pid
+        self._starting -= 1
+        rank.pid = event.pid
         self.why_exec = event.why_exec
         self._note("started", rank=event.rank, pid=event.pid, exec=event.why_exec)
-        if self._last_signal is not None:  # it was on its way when the others were told to stop
-            self._tell(member, self._last_signal)
+        if self._last_signal is not None:  # it was being started when the others were sent this signal
+            self._signal(rank, self._last_signal)
 
-    def _has_exited(self, member: RankProcess, exited: Exited) -> None:
-        self._read_report(member)
-        if member.report_reader in self._selector.get_map():
-            self._selector.unregister(member.report_reader)
-        member.has_exited(exited)
+    def _end_rank(self, rank: RankProcess, exited: Exited) -> None:
+        self._read_report(rank)
+        if rank.report_reader in self._selector.get_map():
+            self._selector.unregister(rank.report_reader)
+        rank.set_exited(exited)
 
-    def _consider(self, member: RankProcess) -> None:
-        """A rank has told an error, or ended: must the others stop?"""
-        if self.stopping is not None:
+    def _consider(self, rank: RankProcess) -> None:
+        """Decides whether the others must stop, now that this rank has reported an error or ended."""
+        if self.is_stopping:
             return
-        if _is_victim(member):
-            if self._suspicion is None:
-                self._suspicion = time.monotonic() + self._timeout
-        elif member.has_disagreed_on_gloo():
-            self._suspicion = time.monotonic() + _TO_SAY_WHERE
-        elif member.error is None and member.exited and member.exited.signal in _CRASHES:
-            self._suspicion = time.monotonic() + _TO_FAIL_ALIKE
-        elif member.error is not None or (member.exited and (member.exited.signal or member.exited.exit_code)):
+        if rank.is_victim:
+            if self._stop_at is None:
+                self._stop_at = time.monotonic() + self._timeout
+        elif rank.has_disagreed_on_gloo():
+            self._stop_at = time.monotonic() + _TO_REPORT_CALLS
+        elif rank.error is None and rank.exited and rank.exited.signal in _CRASHES:
+            self._stop_at = time.monotonic() + _TO_FAIL_ALIKE
+        elif rank.error is not None or (rank.exited and (rank.exited.signal or rank.exited.exit_code)):
             self.stop(signal.SIGTERM)
 
-    def _send_due(self, now: float) -> None:
-        assert self.stopping is not None
-        for number in self.stopping.due(now):
+    def _send_due_signals(self, now: float) -> None:
+        while self._stop_steps and self._stop_steps[0][0] <= now:
+            _, number = self._stop_steps.pop(0)
             self._last_signal = number
             if number == signal.SIGKILL:
                 self._killed_at = now
-            for member in self.members.values():
-                self._tell(member, number)
+            for rank in self.ranks.values():
+                self._signal(rank, number)
 
-    def _tell(self, member: RankProcess, number: int) -> None:
-        if member.pid is None or member.exited or (_is_cleaning_up(member) and number != signal.SIGKILL):
+    def _signal(self, rank: RankProcess, number: int) -> None:
+        # A rank that failed by itself is on its way out: its clean-up may be worth the shutdown timeout.
+        is_cleaning_up = rank.error is not None and not rank.is_victim
+        if rank.pid is None or rank.exited or (is_cleaning_up and number != signal.SIGKILL):
             return
-        if member.asked_at is None:
-            member.asked_at = time.time()
-        member.asked_with = number
-        self._zygote.signal(member.pid, number)
+        if rank.asked_at is None:
+            rank.asked_at = time.time()
+        rank.asked_with = number
+        self._zygote.signal(rank.pid, number)
         if number != signal.SIGKILL:
-            self._zygote.signal(member.pid, signal.SIGCONT)  # a stopped process would not hear the other one
-
-
-def _is_cleaning_up(member: RankProcess) -> bool:
-    """It failed by itself and is on its way out: what it does until then may be worth the shutdown timeout."""
-    return member.error is not None and not _is_victim(member)
-
-
-def _is_victim(member: RankProcess) -> bool:
-    """Whether its error says no more than that another rank went away."""
-    if member.error is None:
-        return False
-    from phalanx.failure.root_cause import is_consequence
-
-    return is_consequence(member.error)
+            self._zygote.signal(rank.pid, signal.SIGCONT)  # a stopped process would not get the other one
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -1,7 +1,8 @@
-"""One rank as the agent sees it: its pipes, what it reported, how it ended."""
+"""One rank as the agent sees it: its pipes and logs, what it reported, how it ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from phalanx import events, messages
+from phalanx import events, messages, run_files
 from phalanx.errors import ForeignData
 from phalanx.launch.output.console import Console
 from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, Tail, rank_prefix
@@ -24,7 +25,7 @@ _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
 
 class RankReport(Record, frozen=True):
-    """A line of what a rank reports of itself; it writes it with the standard library alone."""
+    """One line of a rank's report, which the rank writes with the standard library alone."""
 
     error: events.ErrorRecord | None = None
     thread: events.ThreadDeath | None = None
@@ -42,22 +43,22 @@ class RankProcess:
         logs: Sequence[LogFile] = (),
         error_logs: Sequence[LogFile] = (),
     ) -> None:
-        """``error_logs``: those of ``logs`` that get its last words, as standard error would have."""
-        self.place = place
+        """``error_logs``: those of ``logs`` that get its traceback, as standard error would have."""
+        self.rank = place.rank
         self.pipes = pipes
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
         self.thread_death: events.ThreadDeath | None = None
         self.notices: list[str] = []
-        """What the person before the console is to know, each text once."""
+        """Notices for the console, each text once."""
         self.malformed: str | None = None
-        """Why the first line that is no report of ours was refused."""
+        """Why the first malformed line of its report was refused."""
         self.exited: Exited | None = None
         self.report_ended = False
         self.asked_at: float | None = None
         """When the agent told it to stop."""
         self.asked_with: int | None = None
-        """The last signal that it was told so with."""
+        """The last signal that the agent sent it to stop it."""
         self.report_reader, self.report_writer = os.pipe()
         os.set_blocking(self.report_reader, False)
         self._tail = tail or Tail()
@@ -66,12 +67,8 @@ class RankProcess:
         self._unfinished = self._dump = b""
         self._exit_time = 0.0
 
-    @property
-    def rank(self) -> int:
-        return self.place.rank
-
     def read_report(self) -> bool:
-        """Takes in what the rank says about itself; True when it has just told its error."""
+        """Reads what the rank has reported since; returns whether its error is new."""
         try:
             part = os.read(self.report_reader, 1 << 16)
         except BlockingIOError:
@@ -82,12 +79,12 @@ class RankProcess:
         *lines, self._unfinished = (self._unfinished + part).split(b"\n")
         for line in lines:
             if line.startswith(b'{"'):
-                self._take(line)
+                self._read_line(line)
             else:
                 self._dump += line + b"\n"
         return self.error is not None and not had_error
 
-    def _take(self, line: bytes) -> None:
+    def _read_line(self, line: bytes) -> None:
         try:
             report = messages.decode(line, RankReport, f"the report of rank {self.rank}")
         except ForeignData as error:  # a script may have written into all files that are open
@@ -99,27 +96,36 @@ class RankProcess:
             self.notices.append(notice)
 
     @property
-    def _cry(self) -> bytes:
-        """What faulthandler wrote in the last moment, if anything: all that is not a report."""
+    def _crash_dump(self) -> bytes:
+        """What faulthandler has written into the report pipe: all that is not a report."""
         return self._dump + (b"" if self._unfinished.startswith(b'{"') else self._unfinished)
 
-    def has_exited(self, exited: Exited) -> None:
+    @property
+    def is_victim(self) -> bool:
+        """Whether its error says no more than that another rank went away."""
+        if self.error is None:
+            return False
+        from phalanx.failure.root_cause import is_consequence  # a healthy run needs nothing of failure
+
+        return is_consequence(self.error)
+
+    def set_exited(self, exited: Exited) -> None:
         self.exited = exited
         self._exit_time = time.time()
 
     def has_disagreed_on_gloo(self) -> bool:
-        """gloo has ended it, because what came from another rank had another size."""
+        """Whether gloo has ended it because what came from another rank had another size."""
         if self.exited is None or self.exited.signal != signal.SIGABRT:
             return False
-        for pipe in self.pipes:
-            if not pipe.ended:
-                pipe.read()  # it has said so just before
         from phalanx.failure.signal_meaning import gloo_mismatch
 
+        for pipe in self.pipes:
+            if not pipe.ended:
+                pipe.read()  # it has printed the reason just before
         return gloo_mismatch(self.ending()) is not None
 
     def ending(self) -> events.Ending:
-        """Only after it has exited and its pipes are read to the end."""
+        """Returns how it ended; only after it has exited and its pipes are read to the end."""
         assert self.exited is not None
         failed_at = self.error.time if self.error else self._exit_time
         ending = events.Ending(
@@ -138,21 +144,20 @@ class RankProcess:
     def _with_crash(self, ending: events.Ending) -> events.Ending:
         from phalanx.failure import crash_dump
 
-        # A script that has faulthandler on itself gets the dump on its standard error.
-        crash = (self._cry or self._tail.data).decode(errors="replace")
-        printed = crash_dump.without_dump(self._tail.lines(_MOST_LINES))
+        # A script that has enabled faulthandler itself gets the dump on its standard error.
+        dump = (self._crash_dump or self._tail.data).decode(errors="replace")
         return messages.replace(
             ending,
-            tail=printed[-_TAIL_LINES:],
-            crash=crash_dump.python_frames(crash),
-            native=crash_dump.native_frames(crash),
+            tail=crash_dump.without_dump(self._tail.lines(_MOST_LINES))[-_TAIL_LINES:],
+            crash=crash_dump.python_frames(dump),
+            native=crash_dump.native_frames(dump),
         )
 
     def close(self) -> None:
-        """Everything is read: the traceback goes to the end of the log, and the descriptors are given back."""
-        last_words = self.error.traceback.encode(errors="replace") if self.error else self._cry
-        for log in self._error_logs if last_words else ():
-            log.write(b"\n" * self._tail.is_open + last_words)
+        """Everything is read: writes the traceback to the end of the log and closes all descriptors."""
+        last = self.error.traceback.encode(errors="replace") if self.error else self._crash_dump
+        for log in self._error_logs if last else ():
+            log.write(b"\n" * self._tail.is_open + last)
         for pipe in self.pipes:
             pipe.close()
         for log in self._logs:
@@ -161,7 +166,7 @@ class RankProcess:
         self.close_writers()
 
     def close_writers(self) -> None:
-        """The worker has its ends; ours must go, or the pipes would never end."""
+        """Closes our ends for writing once the worker has its own, or the pipes would never end."""
         for pipe in self.pipes:
             pipe.close_writer()
         if self.report_writer >= 0:
@@ -169,7 +174,7 @@ class RankProcess:
             self.report_writer = -1
 
 
-def new_rank_process(
+def open_rank(
     spec: LaunchSpec,
     place: Placement,
     run_directory: Path,
@@ -178,29 +183,37 @@ def new_rank_process(
     resume: Callable[[OutputPipe], None],
     complain: Callable[[str], None],
 ) -> RankProcess:
-    """Lays the pipes and decides where each stream goes, by torchrun's rules for --redirects, --tee and the filter."""
+    """Opens the pipes and logs of a rank, by torchrun's rules for --redirects, --tee and the filter."""
     local_rank = place.local_rank
     tail = Tail()
     log = LogFile(events.log_path(run_directory, place.rank), complain)
     if attempt:
+        _remove_old_files(run_directory, place.rank)
         log.write(f"--- attempt {attempt + 1} ---\n".encode())
     logs = [log]
     pipes = []
     for stream, fd in ((1, console.out), (2, console.err)):
         files = [log]
+        directory = run_directory / f"attempt_{attempt}"
         redirected = spec.redirects.get(local_rank, 0) & stream
         if redirected or spec.tee.get(local_rank, 0) & stream:
-            directory = run_directory / f"attempt_{attempt}" / str(local_rank)
-            files.append(LogFile(directory / _STREAMS[stream], complain, run_directory))
-            logs.append(files[-1])
+            files.append(LogFile(directory / str(local_rank) / _STREAMS[stream], complain, run_directory))
         shown = not redirected and (spec.local_ranks_filter is None or local_rank in spec.local_ranks_filter)
         if shown and (texts := spec.duplicate_filters.get(stream)):
-            path = run_directory / f"attempt_{attempt}" / f"filtered_{_STREAMS[stream]}"
             plain = rank_prefix(place.rank, place.world_size, coloured=False)
-            files.append(FilteredLog(path, complain, texts, plain))
-            logs.append(files[-1])
+            files.append(FilteredLog(directory / f"filtered_{_STREAMS[stream]}", complain, texts, plain))
+        logs += files[1:]
         prefix = None
         if place.world_size > 1:
             prefix = rank_prefix(place.rank, place.world_size, console.colours, spec.node_name)
         pipes.append(OutputPipe(OutputRoute(files, tail, fd if shown else None, prefix), console, resume))
     return RankProcess(place, pipes, tail, logs, error_logs=files)
+
+
+def _remove_old_files(run_directory: Path, rank: int) -> None:
+    """Files of an earlier attempt would be taken for this one's until it has written its own."""
+    from phalanx.status import status_path  # which a first attempt does without
+
+    for path in (events.error_path(run_directory, rank), status_path(run_directory, rank)):
+        with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either
+            run_files.remove(path)

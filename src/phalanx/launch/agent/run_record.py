@@ -28,7 +28,7 @@ class RunRecord:
             self._log = events.EventLog(directory / events.AGENT_EVENTS)
         except OSError as error:
             raise LaunchError(f"cannot write the run directory {directory}: {error.strerror}.") from None
-        self._started = time.time()
+        self.started = time.time()
         self._restarts: list[Restart] = []
         self.host = socket.gethostname()
         self.place = shorten_path(str(directory))
@@ -50,7 +50,7 @@ class RunRecord:
         content = RunFile(
             run_id=self._directory.name,
             host=self.host,
-            started=self._started,
+            started=self.started,
             command=tuple(sys.argv),
             directory=str(Path.cwd()),
             executable=sys.executable,
@@ -101,8 +101,8 @@ class RunRecord:
         content = ReportFile(
             exit_code=exit_code,
             attempts=attempt + 1,
-            started=self._started,
-            seconds=round(time.time() - self._started, 3),
+            started=self.started,
+            seconds=round(time.time() - self.started, 3),
             said=tuple(said),
             restarts=tuple(self._restarts),
             nodes=nodes,
@@ -112,20 +112,6 @@ class RunRecord:
         )
         self.keep(events.REPORT_FILE, content)
         self.note("ended", exit_code=exit_code)
-
-    def failure_block(self, verdict: Verdict, world_size: int, attempts: int, elsewhere: str | None) -> list[str]:
-        """For the console. ``elsewhere``: the run directory of the node where the cause was, if it is another one."""
-        log = events.log_path(Path(elsewhere) if elsewhere else self._directory, verdict.cause.rank)
-        from phalanx.failure import failure_text
-
-        return failure_text.failure_block(
-            verdict,
-            world_size=world_size,
-            host=verdict.cause.host or self.host,
-            started=self._started,
-            log=str(log) if elsewhere else shorten_path(str(log)),
-            attempts=attempts,
-        )
 
     def close(self) -> None:
         self._log.close()

@@ -38,7 +38,7 @@ class Watchdogs:
         self._agent_lines, self._wake = agent_lines, wake
         self._counters = Counters()
         self._pace: PaceMonitor | None = None
-        self._watch: AttemptRun | None = None
+        self._attempt: AttemptRun | None = None
         self._failed: set[str] = set()
         """The watchdogs that have failed at some time."""
         self.standing: HangRecord | None = None
@@ -75,11 +75,11 @@ class Watchdogs:
         self._pace.begin(paces)
         self._progress = self._pace, paces, stall
 
-    def turn(self, watch: AttemptRun) -> None:
+    def turn(self, attempt: AttemptRun) -> None:
         """Does what is due. To be called in every turn of the agent's loop."""
-        self._watch, members, now = watch, watch.members, time.monotonic()
-        self._guarded("memory", lambda: self._memory.turn(members.values(), now))
-        if not self._has_started and watch.any_started:
+        self._attempt, ranks, now = attempt, attempt.ranks, time.monotonic()
+        self._guarded("memory", lambda: self._memory.turn(ranks.values(), now))
+        if not self._has_started and attempt.any_started:
             self._has_started = True
             self._progress_due = min(self._progress_due, now + _SOON)
         if self._progress is None and now >= self._progress_due:
@@ -87,9 +87,9 @@ class Watchdogs:
         if self._progress is None:
             return
         pace, paces, stall = self._progress
-        self._guarded("pace", lambda: pace.look(members))
-        if watch.stopping is None and not any(member.error for member in members.values()):
-            self._guarded("progress", lambda: stall.look(members))
+        self._guarded("pace", lambda: pace.look(ranks))
+        if not attempt.is_stopping and not any(rank.error for rank in ranks.values()):
+            self._guarded("progress", lambda: stall.look(ranks))
         while paces.announced:
             slow = paces.announced.popleft()
             if slow.lines:
@@ -114,43 +114,21 @@ class Watchdogs:
                 self._agent_lines.say([f"the ranks' {what} cannot be watched just now ({reason}); the run continues"])
 
     def close(self) -> None:
-        """Ends the watch: all ranks have ended."""
+        """Waits for what still asks ranks for their stacks."""
         if self._progress is not None:
             self._progress[2].close()
 
     def last_words(self) -> list[str]:
         """What is known of the ends of ranks that the launcher has lost."""
-        if self._watch is None:
+        if self._attempt is None:
             return []
-        return self._memory.last_words({member.pid: rank for rank, member in self._watch.members.items() if member.pid})
+        return self._memory.last_words({rank.pid: rank.rank for rank in self._attempt.ranks.values() if rank.pid})
 
-    def explain(self, endings: Sequence[Ending]) -> list[Ending]:
-        """The same, with what is known of their memory, their progress, and the collectives they were in."""
-        return [self._with_call(one) if one.failed else one for one in self._memory.explain(endings)]
+    def add_memory(self, endings: Sequence[Ending]) -> list[Ending]:
+        """The same, with what is known of their memory."""
+        return self._memory.explain(endings)
 
-    def _with_call(self, ending: Ending) -> Ending:
-        # Only a failure needs these.
-        from phalanx import status
-        from phalanx.events import Frame
-        from phalanx.failure.root_cause import is_victim
-        from phalanx.source_lines import source_of, users_line
-        from phalanx.status.rank_record import MESSAGES
-
-        page = status.read(status.status_path(self._directory, ending.rank))
-        if page is not None and page.pid != ending.pid:
-            page = None  # of an earlier attempt
-        known = page.collectives if page is not None else ()
-        place = next((one.place for one in known if one.state != "done" and one.op not in MESSAGES), None)
-        if place is not None:
-            called = Frame(place.file, place.line, place.function, source_of(place.file, place.line))
-        else:  # gloo's, of which the page may not know yet: where it lost its connection, or crashed
-            called = users_line(ending) if is_victim(ending) or ending.crash else None
-        if page is None:
-            return messages.replace(ending, called=called)
-        progress = page.checkpoint, page.epoch, page.step
-        return messages.replace(ending, called=called, updates=page.updates, progress=progress)
-
-    def blame_standing(self, endings: Sequence[Ending]) -> str | None:
+    def blame_stall(self, endings: Sequence[Ending]) -> str | None:
         """The stall for which ranks have given up waiting, in a sentence; None if none is known."""
         if self.standing is None:
             return None

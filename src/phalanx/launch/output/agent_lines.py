@@ -16,6 +16,7 @@ class AgentLines:
 
     def __init__(self, console: Console, node: str | None) -> None:
         self._console, self._node = console, node
+        self._said: set[str] = set()
 
     def drained(self) -> None:
         """The console has written it; nothing waits for that."""
@@ -33,6 +34,14 @@ class AgentLines:
 
     def say_one(self, text: str) -> None:
         self.say([text])
+
+    def say_once(self, text: str) -> bool:
+        """Returns whether it was new."""
+        is_new = text not in self._said
+        if is_new:
+            self._said.add(text)
+            self.say_one(text)
+        return is_new
 
     def show(self, text: str) -> bool:
         """A line for a moment, on a terminal: the next one is written over it. Whether anybody could see it."""

@@ -25,7 +25,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx import secret, status
-from phalanx.launch.process import exit_report, process_tree, python_command, torch_setup
+from phalanx.entry_point import python_command
+from phalanx.launch.process import exit_report, process_tree, torch_setup
 from phalanx.source_lines import LAUNCHER
 from phalanx.status import layout, notices
 from phalanx.torch_compat import names as torch_names
@@ -111,7 +112,7 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
         json.dump([_script(spec), secret.text()], file)
     for fd in (note, *fds):
         os.set_inheritable(fd, True)
-    os.execv(sys.executable, python_command.command(f"phalanx.launch.process.worker.main({[note, *fds]})"))
+    os.execv(sys.executable, python_command(f"phalanx.launch.process.worker.main({[note, *fds]})"))
 
 
 def main(fds: list[int]) -> None:

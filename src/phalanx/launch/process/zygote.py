@@ -8,8 +8,10 @@ named by --preload.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
+import math
 import os
 import select
 import signal
@@ -20,7 +22,7 @@ from typing import Any
 from phalanx import secret
 from phalanx.errors import ForeignData
 from phalanx.fd_channel import Channel
-from phalanx.launch.process import keeper, oom_score, process_tree, torch_setup, worker
+from phalanx.launch.process import keeper, process_tree, torch_setup, worker
 from phalanx.launch.process.fresh_modules import FreshModules
 from phalanx.launch.process.worker import FOR_THE_WORKERS
 from phalanx.launch.process.zygote_messages import (
@@ -40,9 +42,10 @@ from phalanx.launch.process.zygote_messages import (
     Swept,
 )
 from phalanx.launch.spec.launch_spec import WorkerSpec
-from phalanx.system import procfs
+from phalanx.system import cgroups, procfs
 
 _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")
+_MOST_SURPLUS = 100
 
 
 def main(fd: int, fresh: frozenset[str]) -> None:
@@ -183,7 +186,7 @@ class _Zygote:
         if why_exec and spec.start_method == "fork":
             self.channel.send(CannotFork(why_exec))
             return None
-        parent, surplus = os.getpid(), oom_score.surplus()
+        parent, surplus = os.getpid(), _oom_score_surplus()
         signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
         pid = os.fork()
         if pid == 0:
@@ -229,6 +232,19 @@ class _Zygote:
         """The keeper last: should we be killed in the middle of this, it does the rest."""
         process_tree.end_all(lambda: procfs.descendants(os.getpid()) - {self.keeper_pid})
         process_tree.end_all(lambda: procfs.descendants(os.getpid()))
+
+
+@functools.cache
+def _oom_score_surplus() -> int:
+    """The thousandths of the machine's memory that a worker adds to its OOM score.
+
+    Where memory runs out the kernel kills the largest process, and while that ends perhaps the next one: the zygote,
+    which has all of torch, and starts the ranks again. The surplus makes a worker larger than the zygote, which could
+    lower its own score only with a right that it seldom has in a container.
+    """
+    limits = [cgroups.allowance().memory, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    memory = min(limit for limit in limits if limit is not None)
+    return min(_MOST_SURPLUS, math.ceil(1000 * (procfs.resident(os.getpid()) or 0) / memory))
 
 
 def _flush() -> None:

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from phalanx import messages, secret
+from phalanx.entry_point import python_command
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.fd_channel import Channel
-from phalanx.launch.process import helper_processes, python_command
+from phalanx.launch.process import helper_processes
 from phalanx.launch.process.helper_processes import HelperLost, how_ended
 from phalanx.launch.process.zygote_messages import (
     CannotFork,
@@ -96,7 +97,7 @@ class ZygoteClient:
         self.channel, theirs = Channel.pair()
         self.channel.limit(_MESSAGE_SECONDS)
         self._process = subprocess.Popen(
-            python_command.command(f"phalanx.launch.process.zygote.main({theirs.fileno()}, fresh)"),
+            python_command(f"phalanx.launch.process.zygote.main({theirs.fileno()}, fresh)"),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C on the terminal is for the agent to pass on

@@ -7,7 +7,6 @@ is shown once. The standard input of a remote is its lifeline: with the conducto
 
 from __future__ import annotations
 
-import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,9 @@ from pathlib import Path
 
 from phalanx import secret
 from phalanx.errors import LaunchError
-from phalanx.launch.agent.signal_events import Signals
+from phalanx.launch.agent.event_loop import EventLoop
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.pipe_set import PipeSet
 from phalanx.launch.remote import compatibility, forwarded_env
 from phalanx.launch.remote.host_connection import HostConnection
 from phalanx.launch.remote.transports import Transport, find_transport
@@ -56,9 +54,7 @@ class _Conductor:
         self._argv, self._environment, self._is_launch = argv, environment, is_launch
         ways = [find_transport(host, host_list) for host in host_list.hosts]
         self._console = Console()
-        self._selector = selectors.DefaultSelector()
-        self._signals = Signals((*spec.signals, "SIGCHLD"), self._selector)
-        self._pipes = PipeSet(self._selector, self._signals.wake)
+        self._loop = EventLoop((*spec.signals, "SIGCHLD"))
         self._ways = ways
         self._connections: list[HostConnection] = []
         self._signalled: list[int] = []
@@ -75,7 +71,7 @@ class _Conductor:
         """The console has written the conductor's own lines; nothing waits for that."""
 
     def run(self) -> int:
-        self._signals.take()
+        self._loop.take_signals()
         try:
             self._start_all()
             self._await_answers()
@@ -85,7 +81,7 @@ class _Conductor:
                 self._tell_verdict()
             return 128 + self._signalled[0] if self._signalled else self._exit_code
         finally:
-            self._signals.restore()
+            self._loop.restore_signals()
             self._close()
 
     # ---- bringing them together
@@ -95,10 +91,10 @@ class _Conductor:
             names = ", ".join(host.name for host in self._host_list.hosts)
             self._say(f"SLURM gives {len(self._host_list.hosts)} nodes ({names}); starting on all of them with srun")
         for node, way in enumerate(self._ways):
-            connection = HostConnection(node, way, self._console, self._pipes.resume, self._hear)
+            connection = HostConnection(node, way, self._console, self._loop.resume_pipe, self._hear)
             self._connections.append(connection)
             for stream in connection.streams:
-                self._pipes.add(stream)
+                self._loop.add_pipe(stream)
             connection.send(self._order(node, way))
 
     def _order(self, node: int, way: Transport) -> wire_protocol.Order:
@@ -158,10 +154,10 @@ class _Conductor:
 
     def _turn_until(self, done: Callable[[], bool]) -> None:
         while not done():
-            for key, _ in self._selector.select(_TICK):
+            for key, _ in self._loop.selector.select(_TICK):
                 key.data()
             self._obey_signals()
-            self._pipes.turn(stream for connection in self._connections for stream in connection.streams)
+            self._loop.turn_pipes(stream for connection in self._connections for stream in connection.streams)
             now = time.monotonic()
             if now >= self._beat_at:
                 self._beat_at = now + wire_protocol.BEAT_SECONDS
@@ -178,8 +174,8 @@ class _Conductor:
         deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
         while not connection.has_drained and time.monotonic() < deadline:
             for stream in connection.streams:
-                self._pipes.add(stream)
-            for key, _ in self._selector.select(0.1):
+                self._loop.add_pipe(stream)
+            for key, _ in self._loop.selector.select(0.1):
                 key.data()
         connection.is_over = True
         code = connection.poll()
@@ -252,8 +248,8 @@ class _Conductor:
     # ---- signals
 
     def _obey_signals(self) -> None:
-        while self._signals.pending:
-            number = self._signals.pending.pop(0)
+        while self._loop.signals:
+            number = self._loop.signals.pop(0)
             if number == signal.SIGCHLD:
                 continue  # it has woken the loop
             self._signalled.append(number)
@@ -280,5 +276,4 @@ class _Conductor:
         for connection in self._connections:
             connection.close(max(0.0, patience - time.monotonic()) if connection.hello else 0.0)
         self._console.close(timeout=2.0 if self._signalled else None)
-        self._selector.close()
-        self._signals.close()
+        self._loop.close()

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.entry_point import python_command
 from phalanx.errors import LaunchError
-from phalanx.launch.process import python_command
 from phalanx.launch.spec.hosts import is_here
 from phalanx.launch.spec.launch_spec import Host, HostList
 from phalanx.source_lines import SYS_PATH_ENTRY
@@ -98,7 +98,7 @@ def _remote() -> list[str]:
     """The agents must be of the same phalanx as what they start, and that finds it by PYTHONPATH if we did."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     ahead = SYS_PATH_ENTRY in (str(Path(entry).absolute()) for entry in path if entry)
-    return python_command.command("phalanx.launch.command.remote()", ahead=ahead)
+    return python_command("phalanx.launch.command.remote()", ahead=ahead)
 
 
 def _options(ssh: Sequence[str], host: Host) -> list[str]:

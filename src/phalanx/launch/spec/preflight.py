@@ -7,13 +7,10 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.torch_compat import COMPILER
 
-_LATE = {
-    COMPILER: ("DistributedDataParallel", "data_parallel(", "torch.compile"),
-    "torch.distributed.checkpoint": ("Checkpointer(", "distributed.checkpoint"),
-}
-"""Modules that are imported late, and the words in a script that lead to it."""
+_COMPILES = "DistributedDataParallel", "data_parallel(", "torch.compile"
+_SAVES = "Checkpointer(", "distributed.checkpoint"
+"""The words in a script that lead to late imports."""
 
 
 def check(spec: LaunchSpec) -> None:
@@ -61,4 +58,9 @@ def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
         text = Path(spec.program.target).read_text(errors="replace")
     except OSError:
         return ()  # a directory or an archive
-    return tuple(module for module, words in _LATE.items() if any(word in text for word in words))
+    saves = ("torch.distributed.checkpoint",) if any(word in text for word in _SAVES) else ()
+    if not any(word in text for word in _COMPILES):
+        return saves
+    from phalanx.torch_compat import COMPILER  # most short scripts do without
+
+    return COMPILER, *saves
