@@ -100,7 +100,7 @@ def test_a_translation_shows_the_same(page: Path) -> None:
             strip.sub("", line) for line in theirs.splitlines()
         ]
     assert _links(english) == _links(chinese)
-    assert _messages(english, "it says") == _messages(chinese, "提示")
+    assert _messages(english, "message") == _messages(chinese, "提示")
     assert re.findall(r"\| [^|]*?([\d.]+) (?:s|MiB|秒) ", english) == re.findall(
         r"\| [^|]*?([\d.]+) (?:s|MiB|秒) ", chinese
     )
@@ -113,7 +113,7 @@ def _links(text: str) -> set[str]:
 
 
 def _messages(text: str, heading: str) -> list[str]:
-    """The first column of every table of what a program says."""
+    """Returns the first column of every table of messages."""
     tables = re.findall(rf"^\| {heading} \|.*\n((?:\|.*\n)+)", text, re.MULTILINE)
     return [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
 
