@@ -95,7 +95,7 @@ def test_a_run_ends_although_the_zygote_is_stopped(script, tmp_path: Path) -> No
     zygote.suspend()
     _, err = agent.communicate(timeout=30)
     assert agent.returncode == 0, err
-    assert f"the process that starts the workers (pid {zygote.pid}) was stopped; it is continued" in err
+    assert f"the process that starts the workers (pid {zygote.pid}) was stopped; it is resumed" in err
 
 
 @pytest.fixture

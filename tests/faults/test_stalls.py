@@ -398,7 +398,7 @@ def test_ranks_that_go_on(runs: dict[str, Run]) -> None:
     run = runs["resumes"]
     assert run.code == 0
     (verdict,) = blocks(run)
-    assert verdict[-1].endswith("; waiting on (--on-stall kill ends the run)")
+    assert verdict[-1].endswith("; still waiting (--on-stall kill ends the run)")
     assert re.fullmatch(r"phalanx: the ranks made progress again after \d.\d s", told(run.err)[-1])
     assert runs["off"].code == 0
     assert "progress" not in runs["off"].err

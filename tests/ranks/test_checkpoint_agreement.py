@@ -160,5 +160,5 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
         return told
 
     first, second = run_ranks(be_attacked, 2, str(tmp_path))
-    assert first == second == ["what rank 0 has handed in for the checkpoint is damaged; save again."] * 5
+    assert first == second == ["what rank 0 has reported for the checkpoint is damaged; save again."] * 5
     assert not (tmp_path / "owned").exists()

@@ -86,7 +86,10 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(flight_reader.Reader, "look", look)
     with pytest.raises(SystemExit):
         flight_reader.Reader(own_page()).live()
-    assert capsys.readouterr().err == "phalanx: what this rank does could not be noted (OSError: no space); trying on\n"
+    assert (
+        capsys.readouterr().err
+        == "phalanx: what this rank does could not be recorded (OSError: no space); trying again\n"
+    )
 
 
 def test_groups_that_are_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
 
 LAUNCH_TABLE: dict[str, tuple[Flag, ...]] = {
     "torch.distributed.launch": (
-        Flag("--use-env", "hand the local rank over in LOCAL_RANK only, not as an argument"),
+        Flag("--use-env", "pass the local rank in LOCAL_RANK only, not as an argument"),
         Flag(
             "--local-rank-spelling",
             "the argument that carries it (default auto: the one in the script's text)",
@@ -157,7 +157,7 @@ def new_parser(tables: Mapping[str, tuple[Flag, ...]], environ: Mapping[str, str
     parser = Parser(
         prog=prog,
         usage=f"{prog} [flags] script.py [its arguments]",
-        description="Starts a training script in several processes and stays until they have ended.",
+        description="Starts a training script in several processes and waits until they have ended.",
         epilog=_EXAMPLES,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -31,7 +31,7 @@ REFUSALS = {
     "BAD_OP": "there is no such operation",
     "BAD_ROOT": "the root is not a rank of the group",
     "BAD_WIDTH": "the size of an element is not that of its type",
-    "BAD_REDUCTION": "this type cannot be reduced so",
+    "BAD_REDUCTION": "this type does not support that reduction",
     "BAD_COUNT": "its elements are more than a process can address",
 }
 """Results from FAILED + 1 on, in the order of enum phx_result: refused, and nothing has been done."""

@@ -113,7 +113,7 @@ class Reader:
                 if not has_complained:
                     has_complained = True
                     what = f"{type(error).__name__}: {error}"
-                    print(f"phalanx: what this rank does could not be noted ({what}); trying on", file=sys.stderr)
+                    print(f"phalanx: what this rank does could not be recorded ({what}); trying again", file=sys.stderr)
 
     def look(self) -> None:
         """Notices how far each group has come."""

@@ -85,7 +85,7 @@ def _await_listener(host: str, port: int, timeout: float, notify: Callable[[str]
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no name of a host is like that"
+        why = error.strerror if isinstance(error, OSError) else "it is not a valid host name"
         raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({why}).") from None
     started = time.monotonic()
     next_notice = started + _FIRST_NOTICE

@@ -47,7 +47,7 @@ class Share:
             share = None
         kinds = {"step": int, "digest": str, "values": dict, "error": str}
         if share is None or not all(type(getattr(share, name)) is kind for name, kind in kinds.items()):
-            raise CheckpointError(f"what rank {rank} has handed in for the checkpoint is damaged; save again.")
+            raise CheckpointError(f"what rank {rank} has reported for the checkpoint is damaged; save again.")
         return share
 
 

@@ -134,7 +134,7 @@ class AttemptRun:
         if overdue is not None and now >= overdue:
             raise HelperLost(
                 f"the process that starts the workers (pid {self._zygote.pid}) has not ended them "
-                f"{overdue - (self._killed_at or 0):g} s after it was told to send SIGKILL"
+                f"{overdue - (self._killed_at or 0):g} s after it was asked to send SIGKILL"
             )
 
     @property

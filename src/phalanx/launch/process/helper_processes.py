@@ -72,7 +72,7 @@ class Stopped:
         for pid in due:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGCONT)
-        return [f"the process that {names[pid]} (pid {pid}) was stopped; it is continued" for pid in due]
+        return [f"the process that {names[pid]} (pid {pid}) was stopped; it is resumed" for pid in due]
 
 
 def end_with(

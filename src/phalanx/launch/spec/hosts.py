@@ -65,7 +65,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
         raise UsageError(f"--hostfile {path} cannot be read: {reason}.") from None
     hosts = _unique(_entries(path, lines))
     if not hosts:
-        raise UsageError(f"--hostfile {path} names no host; write one a line, such as `node1 slots=8`.")
+        raise UsageError(f"--hostfile {path} names no host; write one per line, such as `node1 slots=8`.")
     return hosts
 
 

@@ -38,7 +38,7 @@ def resolve(host: str, what: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else "no name of a host is like that"
+        why = error.strerror if isinstance(error, socket.gaierror) else "it is not a valid host name"
         raise UsageError(f"{what} {host!r} cannot be resolved ({why}); give its address.") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:

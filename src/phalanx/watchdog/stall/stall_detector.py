@@ -189,7 +189,9 @@ class StallDetector:
     def _verdict(self, hang: Hang, records: list[RankRecord]) -> StallVerdict:
         lines = verdict_lines(hang)
         where = self._keep(records, lines)
-        what = "ending the run (--on-stall kill)" if self._terms.kills else "waiting on (--on-stall kill ends the run)"
+        what = (
+            "ending the run (--on-stall kill)" if self._terms.kills else "still waiting (--on-stall kill ends the run)"
+        )
         lines.append(f"  {where}; {what}")
         kept = HangRecord(headline(hang), hang.kind, tuple(hang.culprits), tuple(lines))
         return StallVerdict(tuple(lines), kept, self._terms.kills)
