@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.system import cores
+from phalanx.system import cgroups
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 PROBE = Path(__file__).with_name("probe.py")
@@ -161,7 +161,7 @@ def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runn
     forked, fresh = (
         phalanx(
             *("run", "--nproc-per-node", "4", "--start-method", method, name, method),
-            env={"OMP_NUM_THREADS": str(cores.usable())},
+            env={"OMP_NUM_THREADS": str(cgroups.usable_cores())},
         )
         for method in ("fork", "exec")
     )

@@ -17,7 +17,7 @@ import pytest
 from phalanx import events, messages
 from phalanx.diagnose.run_directory import read_events
 from phalanx.events import RunFile
-from phalanx.system import cores
+from phalanx.system import cgroups
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port, read_terminal, start
 
 
@@ -45,14 +45,14 @@ def test_the_environment_is_torchruns(phalanx: Runner, script, tmp_path: Path) -
         own = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
         also_own = {"TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "OMP_NUM_THREADS"}
         assert different <= own | also_own, {key: (theirs[key], ours.get(key)) for key in different}
-        assert ours["OMP_NUM_THREADS"] == str(max(1, cores.usable() // 2))
+        assert ours["OMP_NUM_THREADS"] == str(max(1, cgroups.usable_cores() // 2))
 
 
 def test_the_run_directory_and_the_line_about_threads(phalanx: Runner, script, latest: Path) -> None:
     name = script(
         "import os, sys; print('out', os.environ['RANK'], os.environ['OMP_NUM_THREADS']); print('err', file=sys.stderr)"
     )
-    usable = cores.usable()
+    usable = cgroups.usable_cores()
     threads = max(1, usable // 2)
     outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name)
     assert outcome.code == 0

@@ -18,7 +18,7 @@ import phalanx as px
 from phalanx.errors import UsageError
 from phalanx.launch.agent import attempt_run
 from phalanx.launch.spawn import SpawnContext
-from phalanx.system import cores
+from phalanx.system import cgroups
 from phalanx.testing import ranks as testing
 from tests.conftest import free_port
 
@@ -308,7 +308,7 @@ def test_run_ranks_shares_the_cores(run_ranks) -> None:
 
         return torch.get_num_threads()
 
-    assert run_ranks(threads, 2, join_group=False) == [max(1, cores.usable() // 2)] * 2
+    assert run_ranks(threads, 2, join_group=False) == [max(1, cgroups.usable_cores() // 2)] * 2
 
 
 def test_run_ranks_says_when_it_takes_too_long(run_ranks) -> None:

@@ -23,8 +23,7 @@ from phalanx.diagnose.doctor.torch_build import SystemGpus
 from phalanx.diagnose.doctor.torch_probe import Gpu, Torch
 from phalanx.errors import UsageError
 from phalanx.launch import command as launch_command
-from phalanx.system.cgroups import Allowance, allowance
-from phalanx.system.cores import Cores
+from phalanx.system.cgroups import Allowance, Cores, allowance
 from tests.conftest import REPOSITORY, Runner, read_terminal
 
 GIB = 1 << 30
@@ -389,7 +388,7 @@ def test_names_and_ports_are_asked_for_real(monkeypatch: pytest.MonkeyPatch) -> 
     asked, answered = socket.socketpair()
     with asked, answered:
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_: asked.recv(1) and [])
-        assert network.resolve("slow", patience=0.05) == ((), "no answer within 0.05 s")
+        assert network.resolve("slow", timeout=0.05) == ((), "no answer within 0.05 s")
         answered.send(b"x")  # so that the thread can end
 
 

@@ -13,7 +13,7 @@ from torch.numa import binding as torchs
 from phalanx.errors import UsageError
 from phalanx.launch.spec import device_count, numa
 from phalanx.launch.spec.launch_spec import NUMA_BINDINGS
-from phalanx.system import cores
+from phalanx.system import cgroups
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank
 
 NODES, CORES, SMT = 4, 4, 2
@@ -137,7 +137,7 @@ def test_a_machine_without_numa_or_with_one_node(mode: str, tmp_path: Path) -> N
 
 
 def test_no_rank_has_more_threads_than_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable", lambda: 16)
+    monkeypatch.setattr(cgroups, "usable_cores", lambda: 16)
     assert device_count.thread_setting(2, {}, ((0, 1), (2, 3))) == {"OMP_NUM_THREADS": "2"}
     assert device_count.thread_setting(4, {}, ((*range(8),),) * 4) == {"OMP_NUM_THREADS": "4"}
     assert device_count.thread_setting(1, {}, ((*range(8),),)) == {"OMP_NUM_THREADS": "8"}

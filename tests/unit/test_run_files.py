@@ -60,5 +60,5 @@ def test_latest_leads_nowhere_else(tmp_path: Path) -> None:
 
 def test_a_directory_of_runs_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    with pytest.raises(LaunchError, match=r"cannot write the run directory .*: File exists\. Give another place"):
+    with pytest.raises(LaunchError, match=r"cannot write the run directory .*: File exists\. Give another directory"):
         run_files.new_run_directory(tmp_path / "runs", "x")

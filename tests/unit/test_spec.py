@@ -13,7 +13,7 @@ from phalanx.launch import parse as launch_parse
 from phalanx.launch.agent.attempt_run import stop_steps
 from phalanx.launch.spec import device_count, network
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
-from phalanx.system import cores
+from phalanx.system import cgroups
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
@@ -244,7 +244,7 @@ def test_processes_follow_the_cards() -> None:
     gpus = {"CUDA_VISIBLE_DEVICES": "0,3"}
     assert parse("--nproc-per-node", "auto", "x.py", **gpus).nproc_per_node == 2
     assert parse("--nproc-per-node", "gpu", "x.py", **gpus).nproc_per_node == 2
-    assert parse("--nproc-per-node", "cpu", "x.py", **gpus).nproc_per_node == cores.usable()
+    assert parse("--nproc-per-node", "cpu", "x.py", **gpus).nproc_per_node == cgroups.usable_cores()
     assert parse("--devices", "0,1", "x.py", **gpus).nproc_per_node == 2
     assert parse("--devices", "0,1", "x.py", **gpus).devices == ("0", "3")
     assert parse("x.py", **gpus).nproc_per_node == 1

@@ -17,7 +17,7 @@ import pytest
 
 from phalanx import source_lines
 from phalanx.store.join import Claim
-from phalanx.system import cgroups, cores, procfs
+from phalanx.system import cgroups, procfs
 from tests.unit.test_surface import SOURCE
 
 READS_PROC = {
@@ -106,9 +106,9 @@ def test_cores_that_control_groups_allow(
     for name, text in {"membership": membership, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    found = cores.count(tmp_path, tmp_path / "membership")
+    found = cgroups.cores(tmp_path, tmp_path / "membership")
     here = len(os.sched_getaffinity(0))
-    assert found == cores.Cores(os.cpu_count() or 1, here, quota)
+    assert found == cgroups.Cores(os.cpu_count() or 1, here, quota)
     assert found.usable == (here if quota is None else max(1, min(here, int(quota))))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.launch.process import process_tree
-from phalanx.system import cores
+from phalanx.system import cgroups
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOWN_LINES = 40  # torchrun prints twenty about itself, after the traceback
@@ -257,7 +257,7 @@ def describe() -> dict[str, str]:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
         "CPU": found[1] if found else platform.processor() or "unknown",
-        "cores": f"{cores.usable()} usable of {os.cpu_count()}",
+        "cores": f"{cgroups.usable_cores()} usable of {os.cpu_count()}",
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "load at the start": " ".join(f"{load:.2f}" for load in os.getloadavg()),

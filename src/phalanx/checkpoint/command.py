@@ -15,7 +15,7 @@ from phalanx.argparser import Parser
 from phalanx.checkpoint.catalog import Catalog, Entry
 from phalanx.checkpoint.storage.base import open_storage
 from phalanx.errors import CheckpointError
-from phalanx.system.sizes import in_decimal_bytes
+from phalanx.system import in_decimal_bytes
 
 _DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."
 

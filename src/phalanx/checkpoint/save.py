@@ -26,7 +26,7 @@ from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, file_of
 from phalanx.checkpoint.storage.records import Share, disagreement, merged
 from phalanx.errors import CheckpointError
 from phalanx.store.coordinator import Coordinator
-from phalanx.system.sizes import in_decimal_bytes
+from phalanx.system import in_decimal_bytes
 
 _FULL = "the disk is full."
 

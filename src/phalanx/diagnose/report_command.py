@@ -15,7 +15,7 @@ from phalanx.events import ReportFile
 from phalanx.failure.failure_text import headline
 from phalanx.failure.signal_meaning import signal_name
 from phalanx.source_lines import clip, shorten_path
-from phalanx.system.sizes import in_bytes
+from phalanx.system import in_bytes
 
 _DESCRIPTION = """\
 Reports how a run was started, how it ended and why, how each rank ended, and where the logs are. For one that is

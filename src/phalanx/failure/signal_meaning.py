@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 
 from phalanx.events import Ending, OutOfMemory, SharedMemory
-from phalanx.system.sizes import in_bytes
+from phalanx.system import in_bytes
 
 _MEANINGS = {
     "SIGKILL": "killed from outside: by the kernel when memory runs out, or by somebody's kill -9",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import OneProcess
 from phalanx.parallel.names import save_without_prefix
-from phalanx.system import cores
+from phalanx.system import cgroups
 from phalanx.torch_compat import nn as private
 from phalanx.torch_compat.tensors import tree_flatten, tree_unflatten
 
@@ -28,7 +28,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def default_count() -> int:
     """One replica for each core that this process may use, but two at least: one would be no replica."""
-    return max(2, cores.affinity())
+    return max(2, cgroups.core_affinity())
 
 
 class Replicas(OneProcess):

@@ -1,7 +1,11 @@
-"""The limits that control groups (of a container, of a systemd slice) set for a process, in both kernel versions."""
+"""The limits that control groups (of a container, of a systemd slice) set for a process, and the cores it may use.
+
+Both versions of control groups are read. The launcher, the doctor and the benchmarks count cores here.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +14,12 @@ from phalanx.system import procfs
 
 ROOT = Path("/sys/fs/cgroup")
 NO_LIMIT = 1 << 62
-"""Version 1 says "none" by a number near 2**63."""
+"""Version 1 has a number near 2**63 for no limit."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """None means that there is no limit."""
+    """Limits on memory and processes; None means that there is none."""
 
     memory: int | None = None
     memory_used: int = 0
@@ -32,25 +36,47 @@ def allowance(root: Path = ROOT, membership: Path = procfs.OWN_CGROUPS) -> Allow
     return Allowance(memory, memory_used, processes, processes_used)
 
 
-def cpu_quota(root: Path = ROOT, membership: Path = procfs.OWN_CGROUPS) -> float | None:
-    """The tightest quota on this process, in cores; None when there is none."""
+@dataclass(frozen=True)
+class Cores:
+    """The cores of this machine, and how many of them this process may use."""
+
+    present: int
+    allowed: int
+    """Cores in this process's affinity."""
+    quota: float | None
+    """The tightest quota of its control groups, in cores; None means that there is none."""
+
+    @property
+    def usable(self) -> int:
+        return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota)))
+
+
+def cores(root: Path = ROOT, membership: Path = procfs.OWN_CGROUPS) -> Cores:
     quotas = [quota for group in binding("cpu", root, membership) if (quota := _quota(group)) is not None]
-    return min(quotas, default=None)
+    return Cores(os.cpu_count() or 1, core_affinity(), min(quotas, default=None))
+
+
+def usable_cores() -> int:
+    return cores().usable
+
+
+def core_affinity() -> int:
+    """The number of cores that this process may run on; its control groups may allow less of their time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def throttled(membership: Path, root: Path = ROOT) -> float:
-    """Seconds that a process has lost to a quota: of its group and those above it, the one that has lost most."""
+    """Seconds that a process has lost to a quota: the most of its group and those above it."""
     found = [counters(group / "cpu.stat") for group in binding("cpu", root, membership)]
-    # The second is of version 1.
-    return max(
-        (each.get("throttled_usec", 0) / 1e6 or each.get("throttled_time", 0) / 1e9 for each in found), default=0.0
-    )
+    # The second name is of version 1.
+    lost = (each.get("throttled_usec", 0) / 1e6 or each.get("throttled_time", 0) / 1e9 for each in found)
+    return max(lost, default=0.0)
 
 
 def binding(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """The directories of the groups that may bind this process, from its own outwards, of both versions.
+    """The directories of the groups that may limit this process, from its own outwards, of both versions.
 
-    Within a container the path that its membership says may be one that only the host has.
+    Within a container its membership may name a path that only the host has.
     """
     rows = [line.split(":", 2) for line in _read(membership).splitlines()]
     groups = {name: path for _, controllers, path in rows for name in controllers.split(",")}
@@ -65,13 +91,13 @@ def binding(controller: str, root: Path, membership: Path) -> Iterator[Path]:
 
 
 def _tightest(pairs: Iterable[tuple[int | None, int | None]]) -> tuple[int | None, int]:
-    """Of limits, and what is used of them, the one that leaves least."""
+    """The limit that leaves least, with what is used of it."""
     found = [(limit, used or 0) for limit, used in pairs if limit is not None and limit < NO_LIMIT]
     return min(found, key=lambda pair: pair[0] - pair[1]) if found else (None, 0)
 
 
 def _memory_of(group: Path) -> tuple[int | None, int | None]:
-    """Files that are kept in memory until somebody needs it are counted as used, but are not."""
+    """The limit and the used bytes, without the file cache, which the kernel frees when memory is needed."""
     limit, used = number(group / "memory.max"), number(group / "memory.current")
     cached = "inactive_file"
     if limit is None and used is None:
@@ -81,7 +107,6 @@ def _memory_of(group: Path) -> tuple[int | None, int | None]:
 
 
 def _quota(group: Path) -> float | None:
-    """In cores."""
     words = _read(group / "cpu.max").split()
     if len(words) == 2:
         return None if words[0] == "max" else int(words[0]) / int(words[1])
@@ -95,13 +120,12 @@ def counters(path: Path) -> dict[str, int]:
 
 
 def number(path: Path) -> int | None:
-    """The number that is all of a file; None when there is no file, or another text such as ``max``."""
+    """The number in a file; None when there is no file, or another text such as ``max``."""
     text = _read(path).strip()
     return int(text) if text.lstrip("-").isdigit() else None
 
 
 def _read(path: Path) -> str:
-    """Empty when it cannot be read."""
     try:
         return path.read_text()
     except OSError:

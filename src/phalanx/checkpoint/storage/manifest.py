@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.checkpoint.storage.base import Fact, Storage
 from phalanx.errors import CheckpointError
-from phalanx.system.sizes import in_decimal_bytes
+from phalanx.system import in_decimal_bytes
 
 MANIFEST = "manifest.json"
 LEGACY, CURRENT = 1, 2

@@ -13,20 +13,35 @@ from pathlib import Path
 
 from phalanx.argparser import Parser
 from phalanx.diagnose.doctor import machine, network, software, torch_build, torch_probe
-from phalanx.diagnose.doctor.finding import Facts, Finding, Verdict, counted
-from phalanx.system import cores
-from phalanx.system.cgroups import allowance
+from phalanx.diagnose.doctor.finding import Facts, Finding, Judgement, Verdict, counted
+from phalanx.system import cgroups
 
-Check = Callable[[Facts], Finding]
+Check = Callable[[Facts], Judgement]
 
-CHECKS: tuple[Check, ...] = (
-    *(software.system, software.python, software.environment, software.command),
-    *(torch_build.torch, torch_build.numpy, torch_build.backends, torch_build.devices, torch_build.library),
-    *(machine.cores, machine.threads, machine.memory, machine.shared_memory, machine.open_files, machine.processes),
-    machine.disk,
-    *(network.host_name, network.interfaces, network.ports, network.clock, network.tools),
-)
-"""In the order in which they are printed: what is installed, what the machine has, how it is reached."""
+CHECKS: dict[str, Check] = {
+    "system": software.system,
+    "python": software.python,
+    "environment": software.environment,
+    "command": software.command,
+    "torch": torch_build.torch,
+    "numpy": torch_build.numpy,
+    "backends": torch_build.backends,
+    "devices": torch_build.devices,
+    "C library": torch_build.library,
+    "cores": machine.cores,
+    "threads": machine.threads,
+    "memory": machine.memory,
+    "/dev/shm": machine.shared_memory,
+    "open files": machine.open_files,
+    "processes": machine.processes,
+    "disk": machine.disk,
+    "host name": network.host_name,
+    "interfaces": network.interfaces,
+    "ports": network.ports,
+    "clock": network.clock,
+    "tools": network.tools,
+}
+"""The checks by name, in the order in which they are printed."""
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "info": "dim"}
 _DESCRIPTION = """\
@@ -45,14 +60,19 @@ def main(argv: list[str]) -> int:
     """Entry of ``phalanx doctor``; returns the exit code."""
     arguments = _parser().parse_args(argv)
     findings = examine(gather(os.environ, arguments.nproc_per_node))
-    _show(findings, as_json=arguments.json)
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1, ensure_ascii=False))
+    elif sys.stdout.isatty():
+        _show_on_terminal(findings)
+    else:
+        print("\n".join(lines(findings)))
     return exit_code(findings)
 
 
 def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
-    """Everything about this machine; ``ranks`` is what the user means to start on it."""
-    with torch_probe.started(environ) as probe:  # which takes longest, so the rest happens meanwhile
-        allowed = allowance()
+    """Reads everything about this machine; ``ranks``: how many the user wants to start on it."""
+    with torch_probe.started(environ) as probe:  # it takes longest, so the rest is read meanwhile
+        allowed = cgroups.allowance()
         return Facts(
             platform=sys.platform,
             kernel=software.kernel(),
@@ -60,7 +80,7 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
             asked_ranks=ranks,
             python=software.read_python(environ),
             gpus=torch_build.read_gpus(environ),
-            cores=cores.count(),
+            cores=cgroups.cores(),
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             memory=machine.read_memory(allowed),
             shared_memory=machine.read_space(Path("/dev/shm")),
@@ -74,18 +94,8 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """What all checks say."""
-    return [check(facts) for check in CHECKS]
-
-
-def _show(findings: Sequence[Finding], *, as_json: bool = False) -> None:
-    """Prints them: JSON, a line each in a file or a pipe, or folded and coloured on a terminal."""
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1, ensure_ascii=False))
-    elif sys.stdout.isatty():
-        _show_on_terminal(findings)
-    else:
-        print("\n".join(lines(findings)))
+    """The findings of all checks."""
+    return [Finding(name, *check(facts)) for name, check in CHECKS.items()]
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -93,23 +103,18 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """One for each, never folded, so that a search finds the advice beside the verdict; the counts at the end."""
+    """One line each, never folded, so that a search finds the advice beside the verdict; the counts at the end."""
     width = max(len(finding.name) for finding in findings)
-    told = []
-    for finding in findings:
-        advice = f"; {finding.advice}" if finding.advice else ""
-        told.append(f"{_word(finding):<7}  {finding.name:<{width}}  {finding.value}{advice}")
-    return [*told, summary(findings)]
+    text = (f"{finding.value}; {finding.advice}" if finding.advice else finding.value for finding in findings)
+    columns = zip(map(_word, findings), (finding.name for finding in findings), text, strict=True)
+    return [*(f"{word:<7}  {name:<{width}}  {value}" for word, name, value in columns), summary(findings)]
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """The last line."""
     counts = {verdict: sum(finding.verdict == verdict for finding in findings) for verdict in _COLOURS}
-    ending = "" if counts["error"] else "; nothing here keeps a run from working"
-    return (
-        f"{counts['ok']} ok, {counted(counts['warning'], 'warning')}, {counted(counts['error'], 'error')}"
-        f"{ending if counts['warning'] else ''}"
-    )
+    harmless = "; nothing here keeps a run from working" if counts["warning"] and not counts["error"] else ""
+    return f"{counts['ok']} ok, {counted(counts['warning'], 'warning')}, {counted(counts['error'], 'error')}{harmless}"
 
 
 def _show_on_terminal(findings: Sequence[Finding]) -> None:

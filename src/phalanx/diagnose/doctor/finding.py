@@ -1,4 +1,4 @@
-"""What a check is given, and what it returns."""
+"""What a check of the doctor is given, and what it returns."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ if TYPE_CHECKING:
     from phalanx.diagnose.doctor.software import Python
     from phalanx.diagnose.doctor.torch_build import SystemGpus
     from phalanx.diagnose.doctor.torch_probe import Torch
-    from phalanx.system.cores import Cores
+    from phalanx.system.cgroups import Cores
 
 Verdict = Literal["ok", "warning", "error", "info"]
+"""``info`` is for facts that are neither good nor bad."""
+Judgement = tuple[str, Verdict, str]
+"""The value that was found, the verdict on it, and for a warning or an error the command or setting that helps."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to do about it."""
+    """One line of the doctor."""
 
     name: str
     value: str
     verdict: Verdict = "ok"
-    """``info`` is for what is neither good nor bad."""
     advice: str = ""
-    """The command or setting that helps. A warning and an error have one."""
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,30 @@ class Facts:
     network: Network
     clock: Clock
     runs: Space
-    """Where run directories go."""
+    """The file system of the run directories."""
     tools: dict[str, str | None]
-    """Where each program is that phalanx or a user may call."""
+    """The path of each program that phalanx or a user may call."""
 
     @property
     def ranks(self) -> int:
-        """What was asked for, or what --nproc-per-node auto would take."""
+        """The number that was asked for, or that --nproc-per-node auto would take."""
         return self.asked_ranks or len(self.torch.gpus) or self.cores.usable
 
 
-def judged(name: str, value: str, advice: str, *, error: bool = False, warning: bool = False) -> Finding:
-    """A finding that has the advice only where something is wrong."""
-    if not (error or warning):
-        return Finding(name, value)
-    return Finding(name, value, "error" if error else "warning", advice)
+def ok(value: str) -> Judgement:
+    return value, "ok", ""
+
+
+def info(value: str) -> Judgement:
+    return value, "info", ""
+
+
+def warning(value: str, advice: str, when: bool = True) -> Judgement:
+    return (value, "warning", advice) if when else ok(value)
+
+
+def error(value: str, advice: str, when: bool = True) -> Judgement:
+    return (value, "error", advice) if when else ok(value)
 
 
 def having(there: Sequence[str], missing: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from phalanx.diagnose.doctor.finding import Facts, Finding, having, judged
+from phalanx.diagnose.doctor.finding import Facts, Judgement, error, having, info, ok, warning
 from phalanx.errors import LaunchError, PortBusy
 from phalanx.system import ports as system_ports
 from phalanx.system.ports import is_loopback
@@ -21,9 +21,9 @@ _UNSYNCHRONISED = 0x40
 TOOLS = ("ssh", "srun", "mpirun", "py-spy")
 _ALONE = "only for several machines:"
 _PORTS = (29400, 29500)
-"""Torch's own: of its rendezvous, and of its launcher."""
+"""The defaults of torch's rendezvous and of its launcher."""
 _RESOLVE_SECONDS = 3.0
-"""Seconds for the name service. One that is broken may take half a minute to say so."""
+"""Seconds to wait for the name service. A broken one may take half a minute to fail."""
 
 
 @dataclass(frozen=True)
@@ -37,41 +37,41 @@ class Interface:
 class Network:
     host: str
     resolved: tuple[str, ...]
-    """Addresses that the host's name stands for."""
+    """The addresses behind the host's name."""
     resolve_problem: str | None
     interfaces: tuple[Interface, ...]
     gloo_interface: str | None
     """GLOO_SOCKET_IFNAME."""
     ports: dict[int, str | None] = field(default_factory=dict)
-    """Who holds each; None when it is free."""
+    """The process that holds each port; None when it is free."""
 
 
 @dataclass(frozen=True)
 class Clock:
     is_synchronised: bool | None
-    """By the kernel's flag; None when it does not tell."""
+    """The kernel's flag; None when it does not report one."""
     largest_error: float | None
-    """Seconds, as the kernel estimates it."""
-
-
-# ---- reading
+    """Seconds, by the kernel's estimate."""
 
 
 def read_network(environ: Mapping[str, str]) -> Network:
-    host = socket.gethostname()
-    resolved, problem = resolve(host)
+    import psutil
+
+    host, states = socket.gethostname(), psutil.net_if_stats()
     return Network(
-        host=host,
-        resolved=resolved,
-        resolve_problem=problem,
-        interfaces=_interfaces(),
+        host,
+        *resolve(host),
+        interfaces=tuple(
+            Interface(name, tuple(own), name in states and states[name].isup)
+            for name, own in system_ports.interface_addresses().items()
+        ),
         gloo_interface=environ.get("GLOO_SOCKET_IFNAME") or None,
         ports={port: holder(port) for port in _PORTS},
     )
 
 
-def resolve(host: str, patience: float = _RESOLVE_SECONDS) -> tuple[tuple[str, ...], str | None]:
-    """The addresses behind a name; or none, and why."""
+def resolve(host: str, timeout: float = _RESOLVE_SECONDS) -> tuple[tuple[str, ...], str | None]:
+    """The addresses behind a name; or none, and the reason."""
     answers: queue.SimpleQueue[tuple[tuple[str, ...], str | None]] = queue.SimpleQueue()
 
     def ask() -> None:
@@ -82,24 +82,16 @@ def resolve(host: str, patience: float = _RESOLVE_SECONDS) -> tuple[tuple[str, .
         else:
             answers.put((tuple(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found)), None))
 
-    # A thread of its own: the call cannot be given a limit, nor be called off.
+    # In a thread of its own: the call has no timeout, and cannot be cancelled.
     threading.Thread(target=ask, name="resolve", daemon=True).start()
     try:
-        return answers.get(timeout=patience)
+        return answers.get(timeout=timeout)
     except queue.Empty:
-        return (), f"no answer within {patience:g} s"
-
-
-def _interfaces() -> tuple[Interface, ...]:
-    import psutil
-
-    states = psutil.net_if_stats()
-    found = system_ports.interface_addresses()
-    return tuple(Interface(name, tuple(own), name in states and states[name].isup) for name, own in found.items())
+        return (), f"no answer within {timeout:g} s"
 
 
 def holder(port: int) -> str | None:
-    """Who has a port, on any of this machine's addresses; None when nobody."""
+    """The process that holds a port on any of this machine's addresses; None when it is free."""
     try:
         system_ports.listen("0.0.0.0", port).close()
     except PortBusy:
@@ -110,7 +102,7 @@ def holder(port: int) -> str | None:
 
 
 def read_clock() -> Clock:
-    """By the kernel, which a service like chrony or systemd-timesyncd tells how good the clock is."""
+    """Asks the kernel, which a service like chrony or systemd-timesyncd informs."""
     state = ctypes.create_string_buffer(512)
     try:
         is_known = ctypes.CDLL(None).adjtimex(state) >= 0
@@ -120,75 +112,69 @@ def read_clock() -> Clock:
     return Clock(not status & _UNSYNCHRONISED, largest_error / 1e6) if is_known else Clock(None, None)
 
 
-# ---- judgement
+# ---- checks
 
 
-def host_name(facts: Facts) -> Finding:
-    """Whether other machines could find this one by its name."""
+def host_name(facts: Facts) -> Judgement:
+    """Whether other machines can find this one by its name."""
     found = facts.network
-    addresses = ", ".join(found.resolved)
-    own = {address for interface in found.interfaces for address in interface.addresses}
-    address = _reachable_address(found)
-    if address is None:
-        advice = f"{_ALONE} connect it to a network"
-    else:
+    value = f"{found.host} is {', '.join(found.resolved)}"
+    own = {address for each in found.interfaces for address in each.addresses}
+    address = next((each for each in _addresses(found) if not is_loopback(each)), None)
+    advice = f"{_ALONE} connect it to a network"
+    if address is not None:
         advice = f"{_ALONE} give {address} to --master-addr or -H, or write `{address} {found.host}` into /etc/hosts"
     if found.resolve_problem is not None:
-        return Finding("host name", f"{found.host}, not resolved ({found.resolve_problem})", "warning", advice)
+        return warning(f"{found.host}, not resolved ({found.resolve_problem})", advice)
     if all(map(is_loopback, found.resolved)):
-        value = f"{found.host} is {addresses}, which other machines cannot reach"
-        return Finding("host name", value, "warning", advice)
-    if not own.intersection(found.resolved):
-        return Finding("host name", f"{found.host} is {addresses}, none of this machine's", "warning", advice)
-    return Finding("host name", f"{found.host} is {addresses}")
+        return warning(f"{value}, which other machines cannot reach", advice)
+    return ok(value) if own.intersection(found.resolved) else warning(f"{value}, none of this machine's", advice)
 
 
-def interfaces(facts: Facts) -> Finding:
+def interfaces(facts: Facts) -> Judgement:
     found = facts.network
-    told = [f"{each.name} {' '.join(_short(each.addresses))}" for each in found.interfaces if _short(each.addresses)]
-    value = ", ".join(told) or "none has an address"
-    loopbacks = [each for each in found.interfaces if any(map(is_loopback, each.addresses))]
-    if not any(each.is_up for each in loopbacks):
-        return Finding("interfaces", f"{value}; loopback is down", "error", "ip link set lo up")
-    wanted = found.gloo_interface.split(",") if found.gloo_interface else []
-    missing = [name for name in wanted if name not in {each.name for each in found.interfaces if each.is_up}]
-    if missing:
+    named = [f"{each.name} {' '.join(short)}" for each in found.interfaces if (short := _routable(each))]
+    value = ", ".join(named) or "none has an address"
+    up = [each for each in found.interfaces if each.is_up]
+    if not any(is_loopback(address) for each in up for address in each.addresses):
+        return error(f"{value}; loopback is down", "ip link set lo up")
+    wanted = set(found.gloo_interface.split(",")) if found.gloo_interface else set()
+    if wanted - {each.name for each in up}:
         value += f"; GLOO_SOCKET_IFNAME={found.gloo_interface} is not among them"
-        return Finding("interfaces", value, "error", "unset GLOO_SOCKET_IFNAME (phalanx run chooses one)")
-    return Finding("interfaces", value)
+        return error(value, "unset GLOO_SOCKET_IFNAME (phalanx run chooses one)")
+    return ok(value)
 
 
-def ports(facts: Facts) -> Finding:
-    """The two that torch takes when it is told none."""
-    told = [f"{port} {'free' if who is None else f'taken by {who}'}" for port, who in facts.network.ports.items()]
+def ports(facts: Facts) -> Judgement:
+    """The two ports that torch takes when it is given none."""
+    states = [f"{port} {'free' if who is None else f'taken by {who}'}" for port, who in facts.network.ports.items()]
     advice = "phalanx run takes a free one by itself; where you give one (--master-port), give another"
-    return judged("ports", ", ".join(told), advice, warning=any(facts.network.ports.values()))
+    return warning(", ".join(states), advice, any(facts.network.ports.values()))
 
 
-def clock(facts: Facts) -> Finding:
+def clock(facts: Facts) -> Judgement:
     found = facts.clock
     if found.is_synchronised is None:
-        return Finding("clock", "the system does not report whether it is synchronised", "info")
+        return info("the system does not report whether it is synchronised")
     if found.is_synchronised:
-        error = f", {1000 * found.largest_error:.0f} ms off at most" if found.largest_error is not None else ""
-        return Finding("clock", f"synchronised{error}")
+        return ok(
+            "synchronised" + (f", {1000 * found.largest_error:.0f} ms off at most" if found.largest_error else "")
+        )
     where = " on the host" if facts.container else ""
     advice = f"{_ALONE} timedatectl set-ntp true{where}, or apt-get install chrony{where}"
-    return Finding("clock", "not synchronised", "warning", advice)
+    return warning("not synchronised", advice)
 
 
-def tools(facts: Facts) -> Finding:
-    """Nothing that must be there."""
+def tools(facts: Facts) -> Judgement:
+    """Programs that are useful; none is required."""
     there = [name for name, path in facts.tools.items() if path]
-    missing = [name for name, path in facts.tools.items() if not path]
-    return Finding("tools", having(there, missing), "info")
+    return info(having(there, [name for name in facts.tools if name not in there]))
 
 
-def _reachable_address(network: Network) -> str | None:
-    every = [address for each in network.interfaces if each.is_up for address in _short(each.addresses)]
-    return next((address for address in every if not is_loopback(address)), None)
+def _addresses(network: Network) -> list[str]:
+    return [address for each in network.interfaces if each.is_up for address in _routable(each)]
 
 
-def _short(addresses: tuple[str, ...]) -> list[str]:
-    """Without those that lead to the next cable at most."""
-    return [address for address in addresses if not address.lower().startswith("fe80:")]
+def _routable(interface: Interface) -> list[str]:
+    """The addresses of an interface, without those that are valid on one link only."""
+    return [address for address in interface.addresses if not address.lower().startswith("fe80:")]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.diagnose.doctor.finding import Facts, Finding, judged
+from phalanx.diagnose.doctor.finding import Facts, Judgement, error, info, ok, warning
 
 _OLDEST_PYTHON = (3, 11)
 
@@ -30,12 +30,9 @@ class Python:
     command: str | None
     """The `phalanx` on PATH."""
     command_python: str | None
-    """The interpreter that it starts, if it says."""
+    """The interpreter that it starts, if that is known."""
     command_is_ours: bool | None
-    """Whether that one is ``executable``; None when it does not say."""
-
-
-# ---- reading
+    """That interpreter is ``executable``; None when it is not known."""
 
 
 def kernel() -> str:
@@ -43,16 +40,14 @@ def kernel() -> str:
 
 
 def container() -> str | None:
-    marks = {
-        "kubernetes": "/var/run/secrets/kubernetes.io",
-        "docker": "/.dockerenv",
-        "podman": "/run/.containerenv",
-    }
+    """The kind of container that this process is in, by a file that each of them has."""
+    service = "/var/run/secrets/kubernetes.io"
+    marks = {"kubernetes": service, "docker": "/.dockerenv", "podman": "/run/.containerenv"}
     return next((kind for kind, mark in marks.items() if Path(mark).exists()), None)
 
 
 def read_python(environ: Mapping[str, str]) -> Python:
-    """This interpreter, the environment it belongs to, and the one that the shell means."""
+    """This interpreter, the environment it belongs to, and the one that the shell has activated."""
     active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or None
     command = shutil.which("phalanx", path=environ.get("PATH"))
     interpreter = None if command is None else _interpreter_of(Path(command))
@@ -70,7 +65,7 @@ def read_python(environ: Mapping[str, str]) -> Python:
 
 
 def _interpreter_of(command: Path) -> str | None:
-    """From the first line of a script that pip has made; None for one of another kind, such as a shim of pyenv."""
+    """The interpreter in the first line of a script that pip has made; None for a script of another kind."""
     try:
         with command.open("rb") as file:
             first, second = file.readline(4096), file.readline(4096)
@@ -83,71 +78,63 @@ def _interpreter_of(command: Path) -> str | None:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """The file alone does not tell: the interpreters of all virtual environments are links to one."""
+    """Compares the directories too: the interpreters of all virtual environments are links to one file."""
     try:
         return one.samefile(other) and one.parent.samefile(other.parent)
     except OSError:
         return False
 
 
-# ---- judgement
+# ---- checks
 
 
-def system(facts: Facts) -> Finding:
+def system(facts: Facts) -> Judgement:
     value = facts.kernel + (f", in a container ({facts.container})" if facts.container else "")
-    advice = "phalanx run needs Linux or WSL2; here: python train.py"
-    return judged("system", value, advice, error=facts.platform != "linux")
+    return error(value, "phalanx run needs Linux or WSL2; here: python train.py", facts.platform != "linux")
 
 
-def python(facts: Facts) -> Finding:
+def python(facts: Facts) -> Judgement:
     version, oldest = (".".join(map(str, each)) for each in (facts.python.version, _OLDEST_PYTHON))
     advice = f"phalanx needs {oldest} or newer: python{oldest} -m venv .venv"
-    is_old = facts.python.version < _OLDEST_PYTHON
-    return judged("python", f"{version}, {facts.python.executable}", advice, error=is_old)
+    return error(f"{version}, {facts.python.executable}", advice, facts.python.version < _OLDEST_PYTHON)
 
 
-def environment(facts: Facts) -> Finding:
-    """Of which kind it is, and whether the shell means the same."""
+def environment(facts: Facts) -> Judgement:
+    """The kind of environment, and whether the shell has activated the same."""
     here = facts.python
-    value = f"{_kind(here)} {here.prefix}"
-    # A virtual environment may stand on conda's Python while conda's environment is the active one.
+    kind = "conda" if here.is_conda else "venv" if _is_venv(here) else "no environment, the Python of"
+    value = f"{kind} {here.prefix}"
+    # A virtual environment may be based on conda's Python while conda's environment is the active one.
     if here.active is None or here.active in (here.prefix, here.base_prefix):
-        return Finding("environment", value)
-    return Finding(
-        "environment",
-        f"{value}, but the active one is {here.active}",
-        "warning",
-        f"to use that: {shlex.quote(f'{here.active}/bin/python')} -m phalanx; to use this: {_activate(here)}",
-    )
+        return ok(value)
+    other = shlex.quote(f"{here.active}/bin/python")
+    advice = f"to use that: {other} -m phalanx; to use this: {_activate(here)}"
+    return warning(f"{value}, but the active one is {here.active}", advice)
 
 
-def command(facts: Facts) -> Finding:
-    """Whether who types `phalanx` gets this one."""
+def command(facts: Facts) -> Judgement:
+    """Whether the command `phalanx` starts this Python."""
     here = facts.python
+    this_one = f"{shlex.quote(here.executable)} -m phalanx"
     if here.command is None:
-        return Finding("command", f"phalanx is not on PATH: type {shlex.quote(here.executable)} -m phalanx", "info")
+        return info(f"phalanx is not on PATH: type {this_one}")
+    value = f"phalanx is {here.command}"
     if here.command_is_ours is None:
-        return Finding("command", f"phalanx is {here.command}, which does not show which Python it starts", "info")
+        return info(f"{value}, which does not show which Python it starts")
     if here.command_is_ours:
-        return Finding("command", f"phalanx is {here.command}")
-    return Finding(
-        "command",
-        f"phalanx is {here.command}, of another Python ({here.command_python})",
-        "warning",
-        f"to get this one: {_activate(here)}, or {shlex.quote(here.executable)} -m phalanx",
-    )
+        return ok(value)
+    advice = f"to get this one: {_activate(here)}, or {this_one}"
+    return warning(f"{value}, of another Python ({here.command_python})", advice)
 
 
-def _kind(here: Python) -> str:
-    if here.is_conda:
-        return "conda"
-    return "venv" if here.prefix != here.base_prefix else "no environment, the Python of"
+def _is_venv(here: Python) -> bool:
+    return here.prefix != here.base_prefix
 
 
 def _activate(here: Python) -> str:
     if here.is_conda:
         return f"conda activate {shlex.quote(here.prefix)}"
-    if here.prefix != here.base_prefix:
+    if _is_venv(here):
         return f"source {shlex.quote(f'{here.prefix}/bin/activate')}"
     return f"export PATH={shlex.quote(str(Path(here.executable).parent))}:$PATH"
 

@@ -1,30 +1,30 @@
-"""What torch, and phalanx's C library with it, report of themselves, in a process of their own.
+"""A process of its own that imports torch and phalanx's C library, and reports what it found.
 
-So a torch that cannot be imported is a finding and not a traceback, one that crashes takes nobody with it, and
-everything else can be looked at meanwhile.
+So a torch that cannot be imported is a finding and not a traceback, one that crashes ends nothing else, and everything
+else can be read meanwhile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from phalanx import messages
 from phalanx.source_lines import SYS_PATH_ENTRY
 
 _LONGEST_SECONDS = 60.0
-"""A first import from a slow file system takes long, but not that long."""
+"""More than a first import from a slow file system takes."""
 
 _CODE = r"""
 import ctypes, importlib.util, json, os, sys, time
 
 if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # whatever ends the one who asks ends this, too
+    ctypes.CDLL(None).prctl(1, 9)  # killed when its parent ends
 if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 answer = os.fdopen(os.dup(1), "w")
@@ -35,7 +35,7 @@ sys.path.append(sys.argv[2])  # where phalanx itself was found
 
 found = {}
 
-def said(error):
+def text_of(error):
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -43,7 +43,7 @@ def ask(what, question):
     try:
         question()
     except BaseException as error:
-        found[what] = said(error)
+        found[what] = text_of(error)
 
 def about_torch():
     spec = importlib.util.find_spec("torch")
@@ -90,7 +90,7 @@ if found.get("version") and not found.get("problem"):
     ask("library_problem", about_library)
 json.dump(found, answer)
 answer.close()
-os._exit(0)  # how long torch takes to leave is nobody's concern
+os._exit(0)  # without the seconds that torch may take to shut down
 """
 
 
@@ -102,20 +102,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """What a process of its own found when it imported torch; it prints these fields as JSON."""
+    """The answer of the process: it prints these fields as JSON."""
 
     version: str | None = None
     file: str | None = None
-    """From where it was, or would be, imported."""
+    """The file that was, or would be, imported."""
     problem: str | None = None
     """Why it cannot be imported or used."""
     is_missing: bool = False
     seconds: float = 0.0
-    """What importing it took."""
+    """Seconds that the import took."""
     numpy: str | None = None
     numpy_problem: str | None = None
     backends: tuple[str, ...] = ()
-    """Of gloo, nccl and mpi, those that it was built with."""
+    """Those of gloo, nccl and mpi that it was built with."""
     cuda: str | None = None
     """The version of CUDA or ROCm that it was built for."""
     cuda_problem: str | None = None
@@ -129,7 +129,7 @@ class Torch:
 
 @contextlib.contextmanager
 def started(environ: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Starts the process; it is gone when this is left."""
+    """Starts the process, and kills it at the end of the block."""
     with subprocess.Popen(
         [sys.executable, "-c", _CODE, str(os.getpid()), SYS_PATH_ENTRY],
         env=dict(environ),
@@ -153,15 +153,10 @@ def answer(process: subprocess.Popen[str]) -> Torch:
 
 
 def parse(out: str, err: str, code: int) -> Torch:
-    """From what the process left: its answer, or how it ended without one."""
+    """Reads the answer of the process, or how it ended without one."""
     if code == 0 and out:
-        fields = json.loads(out)
-        lists = {"backends": tuple(fields.get("backends", ()))}
-        return replace(Torch(**{**fields, **lists}), gpus=tuple(Gpu(**gpu) for gpu in fields.get("gpus", ())))
-    lines = err.strip().splitlines()
-    last = f" ({lines[-1]})" if lines else ""
-    try:
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    except ValueError:
-        how = f"signal {-code}"
+        return messages.decode(out, Torch, "the probe of torch")
+    last = "".join(f" ({line})" for line in err.strip().splitlines()[-1:])
+    names = {int(number): number.name for number in signal.Signals}
+    how = f"signal {names.get(-code, -code)}" if code < 0 else f"exit code {code}"
     return Torch(problem=f"importing it ended the interpreter with {how}{last}")

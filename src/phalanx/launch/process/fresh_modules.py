@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from phalanx.system import cores, procfs
+from phalanx.system import cgroups, procfs
 from phalanx.torch_compat.dynamo import INIT_LOGS
 
 _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
@@ -184,7 +184,7 @@ def _openblas_threads(environ: Any) -> int:
     for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
         if environ.get(name, "").isdigit() and int(environ[name]) > 0:
             return int(environ[name])
-    return cores.usable()
+    return cgroups.usable_cores()
 
 
 def _set_openblas_threads(count: int) -> None:

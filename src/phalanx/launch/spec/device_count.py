@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec, check_processes
-from phalanx.system import cores
+from phalanx.system import cgroups
 
 
 def thread_setting(
@@ -23,8 +23,8 @@ def thread_setting(
     """
     if "OMP_NUM_THREADS" in environ or (processes == 1 and bindings is None):
         return {}
-    bound = min((len(cpus) for cpus in bindings or ()), default=cores.usable())
-    return {"OMP_NUM_THREADS": str(max(1, min(cores.usable() // processes, bound)))}
+    bound = min((len(cpus) for cpus in bindings or ()), default=cgroups.usable_cores())
+    return {"OMP_NUM_THREADS": str(max(1, min(cgroups.usable_cores() // processes, bound)))}
 
 
 def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
     count = environ.get("OMP_NUM_THREADS")
     if count == os.environ.get("OMP_NUM_THREADS"):
         return ""
-    how = f"cores {cores.usable()}, divided by ranks"
+    how = f"cores {cgroups.usable_cores()}, divided by ranks"
     if spec.cpus is not None:
         how += f", at most those of --numa-binding {spec.numa_binding}"
     return f", OMP_NUM_THREADS={count} for each ({how})"
@@ -89,13 +89,13 @@ def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
 def process_count(asked: str, gpus: tuple[str, ...]) -> int:
     """``--nproc-per-node``: a number, or cpu, gpu, auto."""
     if asked == "cpu":
-        return cores.usable()
+        return cgroups.usable_cores()
     if asked == "gpu":
         if not gpus:
             raise UsageError("--nproc-per-node gpu, but no CUDA GPU is visible here; give a number, or cpu.")
         return len(gpus)
     if asked == "auto":
-        return len(gpus) or cores.usable()
+        return len(gpus) or cgroups.usable_cores()
     try:
         count = int(asked)
     except ValueError:

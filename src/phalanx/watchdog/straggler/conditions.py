@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx.messages import Count, Record
-from phalanx.system import cgroups, cores, procfs
+from phalanx.system import cgroups, procfs
 from phalanx.system.procfs import ProcessFacts
 
 _BUSY, _THROTTLED, _DISK, _FULL, _LOADED = 0.1, 0.01, 0.05, 0.9, 1.5
@@ -87,7 +87,7 @@ def between(before: Look, after: Look) -> Conditions:
         swapped=last.swapped,
         memory_used=round(_memory_used(), 3),
         load=round(os.getloadavg()[0], 2),
-        cores=cores.affinity(),
+        cores=cgroups.core_affinity(),
     )
 
 
