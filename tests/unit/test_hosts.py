@@ -89,7 +89,7 @@ def test_a_hostfile(tmp_path: Path) -> None:
         ("a:2 slots=3\n", "line 1 of .*hosts has 'slots=3', which is unknown there"),
         ("a\nb\na slots=2\n", "line 3 of .*hosts names a twice"),
         ("@b\n", "line 1 of .*hosts has '@b', which is no host"),
-        ("# nobody\n", "names no host; write one a line"),
+        ("# nobody\n", "names no host; write one per line"),
         ("\udcff", "cannot be read: it is no text"),
         (None, "cannot be read: No such file or directory"),
     ],
