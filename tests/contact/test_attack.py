@@ -247,7 +247,7 @@ def test_numbers_that_lead_to_another_users_process(place: Path, attack) -> None
         segment._open(claim, int(fd))
     with socket.socket(socket.AF_UNIX) as line:
         line.connect("\0" + address)
-        assert p2p._process_behind(line) is None
+        assert p2p._peer_pid(line) is None
 
 
 def test_a_directory_of_runs_that_is_not_ours(place: Path) -> None:

@@ -335,16 +335,16 @@ def test_a_model_on_another_device_than_its_ranks(monkeypatch: pytest.MonkeyPatc
     """With a device that no machine of ours has."""
     from phalanx.parallel import wrap
 
-    spot = wrap._Spot(1, 2, torch.device("cuda", 1))
+    group = wrap._Group(1, 2, torch.device("cuda", 1))
     with pytest.raises(UsageError, match="the model is on cpu, but the device of rank 1 is cuda:1; move it there"):
-        spot.check(nn.Linear(2, 2))
-    monkeypatch.setattr(wrap, "_places", lambda _: {torch.device("cuda", 0)})
+        group.check(nn.Linear(2, 2))
+    monkeypatch.setattr(wrap, "_devices", lambda _: {torch.device("cuda", 0)})
     with pytest.raises(UsageError, match="the model is on cuda:0, but the device of rank 1 is cuda:1"):
-        spot.check(nn.Linear(2, 2))
+        group.check(nn.Linear(2, 2))
     assert wrap._device_ids(nn.Linear(2, 2)) == [torch.device("cuda", 0)]
     with pytest.raises(UsageError, match="mode='replicate' needs the GPUs of rank 1"):
-        wrap._replicated(nn.Linear(2, 2), None, spot)
-    monkeypatch.setattr(wrap, "_places", lambda _: {torch.device("cuda", 0), torch.device("cuda", 1)})
+        wrap._replicated(nn.Linear(2, 2), None, group)
+    monkeypatch.setattr(wrap, "_devices", lambda _: {torch.device("cuda", 0), torch.device("cuda", 1)})
     assert wrap._device_ids(nn.Linear(2, 2)) is None
 
 

@@ -17,16 +17,16 @@ from phalanx.shm.node.tensors import REDUCE_NAMES, Operator
 
 def test_ranks_are_sorted_into_nodes() -> None:
     nodes = sort_into_nodes(["b", "a", "b", "a", "b"], rank=3)
-    assert nodes.members == ((0, 2, 4), (1, 3))
-    assert (nodes.count, nodes.here, nodes.local, nodes.mates) == (2, 1, 1, (1, 3))
+    assert nodes.ranks == ((0, 2, 4), (1, 3))
+    assert (nodes.count, nodes.own_node, nodes.local_rank, nodes.own_ranks) == (2, 1, 1, (1, 3))
     assert (nodes.gloo_groups, nodes.has_gloo_group, nodes.is_leader) == (2, True, False)
-    assert nodes.rail_peers == (2,)
+    assert nodes.gloo_peers == (2,)
     assert nodes.order == (0, 2, 4, 1, 3)
     assert nodes.leader_of(0) == 0
     assert nodes.leader_of(1) == 1
-    assert nodes.is_even_here
-    assert not Topology(nodes.members, 0).is_even_here
-    assert not Topology(nodes.members, 4).has_gloo_group
+    assert nodes.all_have_gloo_groups
+    assert not Topology(nodes.ranks, 0).all_have_gloo_groups
+    assert not Topology(nodes.ranks, 4).has_gloo_group
 
 
 def test_the_region_of_a_node() -> None:

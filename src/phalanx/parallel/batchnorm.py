@@ -1,7 +1,7 @@
 """Batch norm over the batches of all ranks.
 
-torch's SyncBatchNorm is for GPUs alone; on CPUs this one takes its place. Either gives what BatchNorm gives in one
-process that has all samples, running statistics included.
+torch's SyncBatchNorm works on GPUs only; this one works on CPUs. Both give the results of BatchNorm in one process with
+all samples, running statistics included.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 _STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-def synchronise(model: nn.Module, device_type: str, group: Any) -> nn.Module:
-    """The model with its BatchNorm layers replaced; they keep their parameters and buffers."""
+def synchronise(model: nn.Module, device_type: str, group: dist.ProcessGroup | None) -> nn.Module:
+    """Replaces the BatchNorm layers of a model; parameters and buffers stay the same."""
     if device_type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     if isinstance(model, BatchNorm):
         return CpuSyncBatchNorm.like(model, group)
-    replaced: dict[nn.Module, CpuSyncBatchNorm] = {}  # a layer in two places stays one
+    replaced: dict[nn.Module, CpuSyncBatchNorm] = {}  # a layer with two names stays one
     for path, layer in list(model.named_modules(remove_duplicate=False)):
         if isinstance(layer, BatchNorm) and not isinstance(layer, CpuSyncBatchNorm):
             parent, _, name = path.rpartition(".")
@@ -35,10 +35,10 @@ def synchronise(model: nn.Module, device_type: str, group: Any) -> nn.Module:
 class CpuSyncBatchNorm(nn.BatchNorm1d):
     """BatchNorm1d, 2d or 3d whose statistics, while it trains, are those of all ranks together."""
 
-    process_group: Any
+    process_group: dist.ProcessGroup | None
 
     @staticmethod
-    def like(layer: BatchNorm, group: Any) -> CpuSyncBatchNorm:
+    def like(layer: BatchNorm, group: dist.ProcessGroup | None) -> CpuSyncBatchNorm:
         new = CpuSyncBatchNorm(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="meta"
         )
@@ -74,10 +74,12 @@ class CpuSyncBatchNorm(nn.BatchNorm1d):
 
 
 class _Normalise(torch.autograd.Function):
-    """Two sums over the ranks forward, for a variance from the true mean does not cancel; one backward."""
+    """Sums over the ranks twice forward, because a variance from the true mean loses no digits, and once backward."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Any) -> Any:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, ...]:
         x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         over = [dimension for dimension in range(x.dim()) if dimension != 1]
         local = x.new_full((1,), x.numel() / x.shape[1])
@@ -103,7 +105,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gradient = gradients[0]
         normal, weight, scale, count = ctx.saved_tensors
         gradient = gradient.to(normal.dtype)
@@ -111,18 +113,18 @@ class _Normalise(torch.autograd.Function):
         sum_product = (gradient * normal).sum(ctx.over)
         for_input = None
         if ctx.needs_input_grad[0]:
-            # What all ranks' losses say about the common mean and variance; the loss is the sum over the ranks.
+            # The gradients of mean and variance, which all ranks share; the loss is the sum over the ranks.
             totals = torch.cat([sum_gradient, sum_product])
             dist.all_reduce(totals, group=ctx.group)
             about_mean, about_variance = (_along(part / count, normal) for part in totals.chunk(2))
             factor = scale if weight is None else scale * weight
             for_input = (_along(factor, normal) * (gradient - about_mean - normal * about_variance)).to(ctx.dtype)
-        # Those of weight and bias are averaged by DDP, as all parameters' are.
+        # DDP averages the gradients of weight and bias, as of all parameters.
         for_weight = sum_product if weight is not None and ctx.needs_input_grad[1] else None
         for_bias = sum_gradient if ctx.needs_input_grad[2] else None
         return for_input, for_weight, for_bias, None, None
 
 
 def _along(channels: Tensor, like: Tensor) -> Tensor:
-    """One value a channel, shaped to go with ``like``."""
+    """Returns one value per channel, in a shape that broadcasts with ``like``."""
     return channels.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,4 +1,4 @@
-"""DistributedDataParallel as it should come: errors that name parameters, and gradients compressed by name."""
+"""torch's DistributedDataParallel with errors that name parameters, and compression of gradients by name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from torch.nn.parallel import DistributedDataParallel
 from phalanx import backends
 from phalanx.errors import UsageError
 from phalanx.failure.missing_gradients import missing_gradients
-from phalanx.parallel.alone import unwrapped
-from phalanx.parallel.names import save_without_prefix
+from phalanx.parallel.alone import save_without_prefix, unwrapped
 from phalanx.torch_compat.dynamo import passed_over
 
 POWERSGD_RANK = 1
 POWERSGD_START = 1000
-"""Steps with whole gradients before PowerSGD begins: torch's own default. Early steps suffer most from compression."""
+"""Steps with whole gradients before PowerSGD begins: torch's own default. Compression harms early steps most."""
 
 
 class Parallel(DistributedDataParallel):
     """torch's DistributedDataParallel. Its state dict has the model's own names, and its errors name parameters."""
 
     def __init__(self, module: nn.Module, *, compress: str | None = None, **options: Any) -> None:
-        # Measured on CPUs with benchmarks/ddp_step.py: a step takes 0.82 (MLP) to 0.94 (transformer) of
-        # its time without views on shm, and 0.82 to 1.01 on gloo. Views save the copy out of the buckets, and the page
-        # faults of a second set of gradients.
+        # With views a step takes 0.82 (MLP) to 0.94 (transformer) of its time on shm, and 0.82 to 1.01 on gloo
+        # (benchmarks/ddp_step.py, on CPUs): no copy out of the buckets, no page faults of a second set of gradients.
         options.setdefault("gradient_as_bucket_view", True)
         super().__init__(module, **options)
-        # In the order in which DDP numbers them, and as they are now: it does not notice what is frozen later.
+        # In DDP's order, and as they are now: DDP does not notice parameters that are frozen later.
         ignored = self.parameters_to_ignore
         named = unwrapped(module).named_parameters()
         self._names = [name for name, each in named if each.requires_grad and name not in ignored]
@@ -37,16 +35,16 @@ class Parallel(DistributedDataParallel):
         if compress is not None:
             _COMPRESSIONS[compress](self)
 
-    # torch.compile passes over this function, as it does over the one of torch that it calls.
+    # torch.compile skips this function, as it skips DDP's own forward.
     @passed_over
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
-            told = missing_gradients(str(error), self._names, self.find_unused_parameters)
-            if told is None:
+            text = missing_gradients(str(error), self._names, self.find_unused_parameters)
+            if text is None:
                 raise
-            raise UsageError(told) from None
+            raise UsageError(text) from None
 
 
 # ---- compression
@@ -58,12 +56,12 @@ def _half(dtype: str) -> Callable[[Parallel], None]:
 
         hook = getattr(default_hooks, f"{dtype}_compress_hook")
 
-        # torch lets bf16 through for nccl alone, by the hook's name; gloo and shm can do it as well. No annotations,
-        # for DDP compares them, and in this file they are strings.
-        def by_another_name(group, bucket):
+        # torch accepts bf16 for nccl only, by the hook's name; gloo and shm can do it too. There are no annotations,
+        # because DDP compares them, and in this file they are strings.
+        def renamed(group, bucket):
             return hook(group, bucket)
 
-        model.register_comm_hook(model.process_group, hook if model.device_type != "cpu" else by_another_name)
+        model.register_comm_hook(model.process_group, hook if model.device_type != "cpu" else renamed)
 
     return register
 
@@ -78,12 +76,12 @@ def _powersgd(model: Parallel) -> None:
         use_error_feedback=True,
         warm_start=True,
     )
-    # A gradient of zeros, of a parameter that was not used, would become NaN. torch's annotation says int.
+    # Otherwise the zero gradient of an unused parameter becomes NaN. torch's annotation says int.
     setattr(state, "orthogonalization_epsilon", 1e-8)  # noqa: B010
     hook = powerSGD_hook.powerSGD_hook
 
-    # PowerSGD sends its second half from a callback. gloo runs callbacks in a thread of its own, at any time: one
-    # rank's second half would meet another's next bucket. So each bucket is waited for; no annotations, as above.
+    # PowerSGD starts its second collective in a callback. gloo runs callbacks in its own thread, at any time: it could
+    # meet another rank's next bucket. So each bucket is waited for. There are no annotations, as above.
     def in_order(state, bucket):
         future = hook(state, bucket)
         future.wait()

@@ -1,33 +1,31 @@
-"""One process, several replicas: the batch is cut, the model is copied, the copies run in threads, the leader collects.
+"""Several replicas of a model in one process, in threads: scatter the batch, replicate the model, run, gather.
 
-On GPUs this is torch's DataParallel. On CPUs torch has nothing of the kind, so the same scheme is written out here:
-scatter, replicate, run, gather, and autograd adds the gradients of the copies up on the leader. DDP is faster; see
-docs/parallel.md for how much and why.
+On GPUs this is torch's DataParallel. torch has none for CPUs, so this is the same scheme for them; autograd adds up the
+gradients of the replicas. DDP is faster; see docs/parallel.md for how much and why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import UsageError
-from phalanx.parallel.alone import OneProcess
-from phalanx.parallel.names import save_without_prefix
+from phalanx.parallel.alone import OneProcess, save_without_prefix
 from phalanx.system import cgroups
 from phalanx.torch_compat import nn as private
-from phalanx.torch_compat.tensors import tree_flatten, tree_unflatten
+from phalanx.torch_compat.tensors import Tree, tree_flatten, tree_unflatten
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Call = tuple[tuple[Tree, ...], dict[str, Tree]]
 """The arguments of one replica."""
 
 
 def default_count() -> int:
-    """One replica for each core that this process may use, but two at least: one would be no replica."""
+    """Returns one replica for each core that this process may use, but at least two."""
     return max(2, cgroups.core_affinity())
 
 
@@ -44,7 +42,7 @@ class Replicas(OneProcess):
         self.count = count if private.can_replicate() else 1
         save_without_prefix(self)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         calls = scatter((inputs, kwargs), self.count)
         if len(calls) == 1:
             return self.module(*inputs, **kwargs)
@@ -52,7 +50,7 @@ class Replicas(OneProcess):
 
 
 class GpuReplicas(OneProcess, nn.DataParallel[nn.Module]):
-    """torch's DataParallel, with what this package adds to every wrapped model."""
+    """torch's DataParallel, with the interface and the state dict names of this package."""
 
     def __init__(self, module: nn.Module, gpus: Sequence[int | torch.device] | None) -> None:
         super().__init__(module, device_ids=gpus)
@@ -63,9 +61,9 @@ class GpuReplicas(OneProcess, nn.DataParallel[nn.Module]):
 
 
 def scatter(call: Call, count: int) -> list[Call]:
-    """The arguments of each replica: tensors cut along dimension 0, in any nesting; everything else as it is.
+    """Returns the arguments of each replica: tensors cut along dimension 0, in any nesting; the rest unchanged.
 
-    There are fewer than ``count`` when the batch is smaller, and one when there is nothing to cut.
+    There are fewer than ``count`` when the batch is smaller, and one when there is no tensor to cut.
     """
     leaves, shape = tree_flatten(call)
     lengths = {leaf.shape[0] for leaf in leaves if _can_be_cut(leaf)}
@@ -87,13 +85,15 @@ def scatter(call: Call, count: int) -> list[Call]:
     ]
 
 
-def _can_be_cut(leaf: Any) -> bool:
+def _can_be_cut(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def replicate(model: nn.Module, count: int) -> list[nn.Module]:
-    """``count`` copies of the model, as torch.nn.parallel.replicate makes them on GPUs. Gradients flow through the
-    copies of the parameters back to the model; the first copy shares its memory."""
+    """Returns ``count`` copies of the model, as torch.nn.parallel.replicate does on GPUs.
+
+    Gradients flow through the copies of the parameters back to the model; the first copy shares its memory.
+    """
     copies = [_copies(model, first=number == 0) for number in range(count)]
     modules = list(model.modules())
     replicas = [{module: private.REPLICATE.of(module)() for module in modules} for _ in range(count)]
@@ -104,10 +104,10 @@ def replicate(model: nn.Module, count: int) -> list[nn.Module]:
 
 
 def _copies(model: nn.Module, *, first: bool) -> dict[Tensor, Tensor]:
-    """Each parameter and buffer once, so what is shared in the model is shared in the replica."""
+    """Copies each parameter and buffer once, so that the replica shares what the model shares."""
     found: dict[Tensor, Tensor] = {}
     for parameter in model.parameters():
-        # Not the parameter itself: a replica has no parameters of its own, and all replicas should look alike.
+        # Not the parameter itself: no replica has parameters of its own, and all should look alike.
         found[parameter] = parameter.view_as(parameter) if first else parameter.clone()
     for buffer in model.buffers():
         found[buffer] = buffer if first else buffer.detach().clone()
@@ -125,25 +125,25 @@ def _fill(module: nn.Module, replica: dict[nn.Module, nn.Module], copy: dict[Ten
     for name, parameter in private.PARAMETERS.of(module).items():
         if parameter is None:
             private.PARAMETERS.of(target)[name] = None
-        else:  # a plain attribute: a parameter must be a leaf of autograd's graph, which a copy is not
+        else:  # a plain attribute: a copy is not a leaf of autograd's graph, so it cannot be a parameter
             setattr(target, name, copy[parameter])
     for name, buffer in private.BUFFERS.of(module).items():
         if buffer is not None:
             setattr(target, name, copy[buffer])
 
 
-def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
-    """What each replica returns, each in a thread of its own; what one raises is raised with its number."""
-    results: list[Any] = [None] * len(calls)
-    failures: dict[int, Any] = {}
+def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[object]:
+    """Runs each replica in a thread and returns the results; an exception is raised with the replica's number."""
+    results: list[object] = [None] * len(calls)
+    failures: dict[int, Callable[[], None]] = {}
     settings = _Settings()
 
     def work(number: int) -> None:
         try:
             inputs, kwargs = calls[number]
-            with settings.taken_over():
+            with settings.applied():
                 results[number] = replicas[number](*inputs, **kwargs)
-        except Exception:  # noqa: BLE001 (it is raised where it is waited for)
+        except Exception:  # noqa: BLE001 (raised below)
             failures[number] = private.caught(f"in replica {number} of {len(calls)}")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
@@ -152,12 +152,12 @@ def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[Any]:
     for thread in threads:
         thread.join()
     if failures:
-        private.reraise(failures[min(failures)])
+        failures[min(failures)]()
     return results
 
 
 class _Settings:
-    """What torch keeps for each thread by itself, as it is in the one that makes this."""
+    """torch's settings of the thread that makes this object, for other threads."""
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
@@ -167,27 +167,28 @@ class _Settings:
         self._cache = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
-    def taken_over(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         autocast = torch.autocast("cpu", self._precision, enabled=self._autocast, cache_enabled=self._cache)
         with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients), autocast:
             yield
 
 
-def gather(outputs: Sequence[Any]) -> Any:
-    """The outputs as one: tensors put together along dimension 0, numbers as a vector with one entry a replica."""
+def gather(outputs: Sequence[object]) -> Tree:
+    """Joins the outputs: tensors along dimension 0, and scalars as a vector with one entry per replica."""
     flat, shapes = zip(*(tree_flatten(output) for output in outputs), strict=True)
     if any(shape != shapes[0] for shape in shapes):
         raise UsageError(
             f"the replicas returned results of different forms, such as {shapes[0]} and "
             f"{next(shape for shape in shapes if shape != shapes[0])}; return the same form from each part of a batch."
         )
-    return tree_unflatten([_together(each) for each in zip(*flat, strict=True)], shapes[0])
+    return tree_unflatten([_joined(each) for each in zip(*flat, strict=True)], shapes[0])
 
 
-def _together(values: Sequence[Any]) -> Any:
+def _joined(values: Sequence[object]) -> object:
     first = values[0]
     if isinstance(first, Tensor):
-        return torch.stack(list(values)) if first.dim() == 0 else torch.cat(list(values))
+        tensors = cast("Sequence[Tensor]", values)
+        return torch.stack(list(tensors)) if first.dim() == 0 else torch.cat(list(tensors))
     if any(value is not first and value != first for value in values):
         raise UsageError(
             f"the replicas returned {', '.join(map(repr, values))}, which cannot be put together; return tensors."

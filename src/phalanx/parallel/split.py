@@ -1,13 +1,12 @@
-"""One process, several devices: the parts of a model on different ones, and activations moved between them.
+"""Puts the parts of a model on several devices of one process.
 
-A part is a submodule. Before it runs, its inputs are moved to its device; what it returns stays there.
+A part is a submodule. Its inputs are moved to its device before it runs; its outputs stay there.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +18,25 @@ from phalanx.torch_compat.tensors import tree_map_only
 Device = str | int | torch.device
 
 
-def split(model: nn.Module, parts: Mapping[str, Device] | None, devices: Any) -> nn.Module:
-    """The model with its parts on their devices; it is changed in place."""
-    places = {name: _device(place) for name, place in (parts or balanced(model, devices)).items()}
-    _check(model, places)
-    for name, place in places.items():
+def split(model: nn.Module, parts: Mapping[str, Device] | None, devices: object) -> nn.Module:
+    """Moves the parts of a model to their devices, in place."""
+    found = {name: _device(device) for name, device in (parts or balanced(model, devices)).items()}
+    _check(model, found)
+    for name, device in found.items():
         part = model.get_submodule(name)
-        part.to(place)
-        part.register_forward_pre_hook(functools.partial(_move_inputs, place), with_kwargs=True)
+        part.to(device)
+        part.register_forward_pre_hook(functools.partial(_move_inputs, device), with_kwargs=True)
     return model
 
 
 def _move_inputs(
-    place: torch.device, _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(place, non_blocking=True), (inputs, kwargs))
+    device: torch.device, _: nn.Module, inputs: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), (inputs, kwargs))
 
 
-def _device(place: Device) -> torch.device:
-    device = argparser.device(place)
+def _device(given: Device) -> torch.device:
+    device = argparser.device(given)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"a part is to go to {device}, but torch sees {torch.cuda.device_count()} GPU(s).")
     return device
@@ -46,10 +45,10 @@ def _device(place: Device) -> torch.device:
 # ---- which part of the model goes where
 
 
-def _check(model: nn.Module, places: Mapping[str, torch.device]) -> None:
-    """Every parameter and buffer belongs to one part, or to two on the same device."""
+def _check(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Checks that every parameter and buffer belongs to one part, or to two on the same device."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name in places:
+    for name in devices:
         try:
             model.get_submodule(name)
         except AttributeError:
@@ -57,23 +56,22 @@ def _check(model: nn.Module, places: Mapping[str, torch.device]) -> None:
             raise UsageError(f"parts names {name!r}, which the model does not have; it has {there}.") from None
     where: dict[Tensor, tuple[str, torch.device]] = {}
     for name, tensor in named:
-        holders = [part for part in places if part == "" or name.startswith(f"{part}.")]
+        holders = [part for part in devices if part == "" or name.startswith(f"{part}.")]
         if len(holders) > 1:
             raise UsageError(f"{name} is in the parts {' and '.join(holders)}; name only one of them in parts.")
         if not holders:
-            raise UsageError(f"{name} is in no part; parts has {', '.join(places)}, add the one that holds it.")
-        place = places[holders[0]]
-        other, elsewhere = where.setdefault(tensor, (name, place))
-        if elsewhere != place:
+            raise UsageError(f"{name} is in no part; parts has {', '.join(devices)}, add the one that holds it.")
+        device = devices[holders[0]]
+        other, elsewhere = where.setdefault(tensor, (name, device))
+        if elsewhere != device:
             raise UsageError(
-                f"{other} and {name} are one tensor, but their parts go to {elsewhere} and {place}; "
+                f"{other} and {name} are one tensor, but their parts go to {elsewhere} and {device}; "
                 "put them on one device."
             )
 
 
-def balanced(model: nn.Module, devices: Sequence[Device] | None) -> dict[str, Device]:
-    """The layers of a Sequential on ``devices``, in order: the largest share of parameter bytes is as small as it can
-    be."""
+def balanced(model: nn.Module, devices: object) -> dict[str, Device]:
+    """Assigns the layers of a Sequential to ``devices``, in order; the largest share of bytes is minimal."""
     if not isinstance(model, nn.Sequential):
         raise UsageError(
             f"a {type(model).__name__} can only be split by names: give parts={{'its submodule': 'cuda:0', …}}; "
@@ -95,9 +93,9 @@ def _bytes(layer: nn.Module) -> int:
 
 
 def cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Where each of ``parts`` runs of ``sizes`` ends, none of them empty, with the smallest possible largest sum.
+    """Returns where each of ``parts`` runs of ``sizes`` ends, none of them empty; the largest sum is minimal.
 
-    By bisection over that sum: whether a limit can be kept is seen by filling up one part after the other.
+    By bisection over that sum: filling one part after the other shows whether a limit can be kept.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -110,11 +108,11 @@ def cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _fill(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
-    """The ends of runs that keep the limit, ``parts`` of them where fewer would do."""
+    """Returns the ends of runs that keep the limit: ``parts`` of them, also where fewer would do."""
     ends: list[int] = []
     filled = 0
     for index, size in enumerate(sizes):
-        # As many layers are left as parts must still begin: each gets one.
+        # There are as many layers left as parts: each gets one.
         short = len(sizes) - index == parts - len(ends) - 1
         if index and (filled + size > limit or short):
             ends.append(index)

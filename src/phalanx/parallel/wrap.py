@@ -1,4 +1,4 @@
-"""`data_parallel`: a model for the processes or devices that there are."""
+"""`data_parallel`: wraps a model for several processes or devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OURS = {
     "device_ids": "devices with mode='replicate' or 'split'; with 'ddp' it follows from the model",
     "output_device": "nothing: the output is on the model's device",
 }
-"""Arguments of DistributedDataParallel that have another name here."""
+"""Arguments of DistributedDataParallel that are given in another way here."""
 
 
 def data_parallel(
@@ -78,50 +78,50 @@ def data_parallel(
             f"parameter {sharded!r} is a DTensor: the model is sharded already, by fully_shard or parallelize_module, "
             "and data_parallel keeps whole replicas; use the model as it is."
         )
-    spot = _Spot.find(ddp_options.get("process_group"))
-    if mode == "dp" and spot.size > 1:
+    group = _Group.find(ddp_options.get("process_group"))
+    if mode == "dp" and group.size > 1:
         raise UsageError(
-            f"mode='dp' is for one process, and this is rank {spot.rank} of {spot.size}; use 'ddp', or 'replicate' for "
-            "several replicas in each process."
+            f"mode='dp' is for one process, and this is rank {group.rank} of {group.size}; use 'ddp', or 'replicate' "
+            "for several replicas in each process."
         )
-    if sync_batchnorm and spot.size > 1:
+    if sync_batchnorm and group.size > 1:
         model = synchronise(model, _type(model), ddp_options.get("process_group"))
     if mode == "split":
         model = split(model, parts, devices)
     else:
-        spot.check(model)
+        group.check(model)
     if mode in ("dp", "replicate"):
-        model = _replicated(model, devices, spot)
+        model = _replicated(model, devices, group)
     options = {"find_unused_parameters": find_unused, "static_graph": static_graph, **ddp_options}
     if mode == "ddp":
         options["device_ids"] = _device_ids(model)
-    # The weights are made: what is drawn from here on, for dropout and the data, is each rank's own.
+    # The weights are made. From here on each rank has random numbers of its own, for dropout and the data.
     worlds.diverge()
-    if spot.size > 1:
+    if group.size > 1:
         return Parallel(model, compress=compress, **options)
     return model if isinstance(model, OneProcess) else Alone(model)
 
 
 @dataclass(frozen=True)
-class _Spot:
-    """Where this process stands, as far as wrapping needs it."""
+class _Group:
+    """The processes that train the model together, as this one sees them."""
 
     rank: int
     size: int
     device: torch.device | None
-    """None when the script has not said it: it called torch.distributed itself, or nothing at all."""
+    """None when px.init was not called, so the script has not chosen one."""
 
     @staticmethod
-    def find(group: Any) -> _Spot:
+    def find(group: dist.ProcessGroup | None) -> _Group:
         if worlds._current is None and not dist.is_initialized():
-            world = worlds.current()  # an error if this is one of several processes that has not joined
-            return _Spot(world.rank, world.size, None)
+            world = worlds.current()  # an error if this is one of several processes and has not joined
+            return _Group(world.rank, world.size, None)
         device = worlds._current.device if worlds._current is not None else None
-        return _Spot(dist.get_rank(), dist.get_world_size(group), device)
+        return _Group(dist.get_rank(), dist.get_world_size(group), device)
 
     def check(self, model: nn.Module) -> None:
-        """The model is where this rank's device is: a model left on the first GPU by all ranks is a common slip."""
-        found = _places(model)
+        """Checks that the model is on this rank's device: all ranks leave it on the first GPU by mistake."""
+        found = _devices(model)
         if self.size > 1 and not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(
                 f"no parameter of the {type(model).__name__} wants a gradient, so the ranks have nothing to average; "
@@ -129,34 +129,34 @@ class _Spot:
             )
         if self.device is None or self.device.type != "cuda" or len(found) != 1:
             return
-        (place,) = found
-        if place != self.device:
+        (device,) = found
+        if device != self.device:
             raise UsageError(
-                f"the model is on {place}, but the device of rank {self.rank} is {self.device}; move it there with "
+                f"the model is on {device}, but the device of rank {self.rank} is {self.device}; move it there with "
                 "model.to(world.device), or join with px.init(device=…)."
             )
 
 
-def _places(model: nn.Module) -> set[torch.device]:
+def _devices(model: nn.Module) -> set[torch.device]:
     return {parameter.device for parameter in model.parameters()}
 
 
 def _type(model: nn.Module) -> str:
-    return next(iter(_places(model)), torch.device("cpu")).type
+    return next(iter(_devices(model)), torch.device("cpu")).type
 
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """The one GPU of the model. None on CPUs and for a model on several GPUs, as DDP wants it."""
-    found = _places(model)
+    """Returns the one GPU of the model; None on CPUs and for a model on several GPUs, as DDP expects."""
+    found = _devices(model)
     return list(found) if len(found) == 1 and _type(model) != "cpu" else None
 
 
-def _replicated(model: nn.Module, devices: Devices, spot: _Spot) -> OneProcess:
+def _replicated(model: nn.Module, devices: Devices, group: _Group) -> OneProcess:
     if _type(model) == "cpu":
         return Replicas(model, _count(devices))
-    if devices is None and spot.size > 1:
+    if devices is None and group.size > 1:
         raise UsageError(
-            f"mode='replicate' needs the GPUs of rank {spot.rank}: give devices=[…], beginning with the model's own."
+            f"mode='replicate' needs the GPUs of rank {group.rank}: give devices=[…], beginning with the model's own."
         )
     gpus = list(range(devices)) if isinstance(devices, int) else devices
     return GpuReplicas(model, None if gpus is None else [torch.device("cuda", _index(gpu)) for gpu in gpus])
@@ -181,7 +181,11 @@ def _count(devices: Devices) -> int:
 
 
 def _check_switches(
-    mode: str, switches: Mapping[str, Any], sync_batchnorm: bool, devices: Devices, parts: Mapping[str, Device] | None
+    mode: str,
+    switches: Mapping[str, object],
+    sync_batchnorm: bool,
+    devices: Devices,
+    parts: Mapping[str, Device] | None,
 ) -> None:
     given = [name for name, value in switches.items() if value]
     if mode == "dp" and given:
@@ -202,8 +206,8 @@ def _check_switches(
         raise UsageError("mode='split' takes either parts={…} or, for an nn.Sequential, devices=[…].")
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Also alone, where they are not used: a slip should show before the script runs on many machines."""
+def _check_options(options: Mapping[str, object]) -> None:
+    """Checks them also in a world of one: a mistake should show before the script runs on many machines."""
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
     for name in options:
         if name in _OURS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
 
 from phalanx.torch_compat.names import Name, Replaced
 
@@ -19,9 +19,9 @@ METADATA = Name(
 )
 _LOST = "mode='dp' on CPUs runs one replica."
 REPLICATE = Name("torch.nn:Module._replicate_for_data_parallel", "A copy of one module, without its tensors.", _LOST)
-PARAMETERS = Name("torch.nn:Module._parameters", "Also those that are None.", _LOST)
-BUFFERS = Name("torch.nn:Module._buffers", "Also those that are None.", _LOST)
-CHILDREN = Name("torch.nn:Module._modules", "Also those that are None or have two names.", _LOST)
+PARAMETERS = Name("torch.nn:Module._parameters", "Finds also those that are None.", _LOST)
+BUFFERS = Name("torch.nn:Module._buffers", "Finds also those that are None.", _LOST)
+CHILDREN = Name("torch.nn:Module._modules", "Finds also those that are None or have two names.", _LOST)
 WRAPPER = Name(
     "torch._utils:ExceptionWrapper",
     "An exception of a replica is raised with its number, as torch's DataParallel does.",
@@ -67,13 +67,12 @@ def can_replicate() -> bool:
     return REPLICATE.get() is not None and None not in own
 
 
-def caught(where: str) -> Any:
-    """The exception that is being handled, to be raised by `reraise` in another thread."""
-    wrapper = WRAPPER.get()
-    return sys.exception() if wrapper is None else wrapper(where=where)
+def caught(where: str) -> Callable[[], None]:
+    """Returns a function that raises the exception that is being handled, also in another thread."""
+    wrapper, error = WRAPPER.get(), sys.exception()
+    assert error is not None, "called outside of an except clause"
 
+    def reraise() -> None:
+        raise error
 
-def reraise(found: Any) -> None:
-    if isinstance(found, BaseException):
-        raise found
-    found.reraise()
+    return reraise if wrapper is None else wrapper(where=where).reraise

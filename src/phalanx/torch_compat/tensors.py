@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx.torch_compat import OLDEST_FOR_SHM
 from phalanx.torch_compat.names import Name
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = Name(
     "torch:Tensor._version",
@@ -22,8 +27,8 @@ IS_ZERO = Name(
 )
 
 
-def zero_check() -> Callable[[Any], bool]:
-    """Whether a tensor stands for zeros without any memory."""
+def zero_check() -> Callable[[Tensor], bool]:
+    """Returns the function that recognises a tensor of zeros without memory."""
     return IS_ZERO.get() or (lambda _: False)
 
 
@@ -32,12 +37,38 @@ def zero_check() -> Callable[[Any], bool]:
 PYTREE = Name(
     "torch.utils._pytree",
     "Batches, arguments and results in any nesting, of types that were registered with torch too.",
-    "Tensors are found in lists, tuples and dictionaries alone.",
+    "Tensors are found only in lists, tuples and dictionaries.",
 )
+Tree = Any
+"""Objects in any nesting of containers."""
+_T = TypeVar("_T")
+_S = TypeVar("_S")
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    kind: Any = type(tree)
+def tree_map_only(wanted: type[_T], function: Callable[[_T], object], tree: _S) -> _S:
+    """Returns the same nesting, with each object of one type replaced."""
+    return _functions().tree_map_only(wanted, function, tree)
+
+
+def tree_flatten(tree: object) -> tuple[list[object], Tree]:
+    """Returns the objects in a nesting, and its shape for `tree_unflatten`."""
+    return _functions().tree_flatten(tree)
+
+
+def tree_unflatten(leaves: Iterable[object], shape: Tree) -> Tree:
+    return _functions().tree_unflatten(leaves, shape)
+
+
+@functools.cache
+def _functions() -> Any:
+    """Returns torch's module, or the same functions for Python's own containers."""
+    if PYTREE.get() is not None:
+        return importlib.import_module(PYTREE.path)
+    return SimpleNamespace(tree_map_only=_map_only, tree_flatten=_flatten, tree_unflatten=_unflatten)
+
+
+def _map(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    kind: Callable[..., Tree] = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*(_map(function, each) for each in tree))
     if isinstance(tree, dict):
@@ -47,42 +78,15 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
-class _Containers:
-    """The same functions for the containers that are Python's own."""
-
-    @staticmethod
-    def tree_map_only(wanted: type, function: Callable[[Any], Any], tree: Any) -> Any:
-        return _map(lambda leaf: function(leaf) if isinstance(leaf, wanted) else leaf, tree)
-
-    @staticmethod
-    def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-        leaves: list[Any] = []
-        return leaves, _map(leaves.append, tree)
-
-    @staticmethod
-    def tree_unflatten(leaves: Iterable[Any], shape: Any) -> Any:
-        following = iter(leaves)
-        return _map(lambda _: next(following), shape)
+def _map_only(wanted: type, function: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, wanted) else leaf, tree)
 
 
-_found: Any = None
+def _flatten(tree: Tree) -> tuple[list[Tree], Tree]:
+    leaves: list[Tree] = []
+    return leaves, _map(leaves.append, tree)
 
 
-def _tree() -> Any:
-    global _found
-    if _found is None:
-        _found = _Containers if PYTREE.get() is None else importlib.import_module(PYTREE.path)
-    return _found
-
-
-def tree_map_only(wanted: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same nesting, with each object of one type replaced."""
-    return _tree().tree_map_only(wanted, function, tree)
-
-
-def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    return _tree().tree_flatten(tree)
-
-
-def tree_unflatten(leaves: Iterable[Any], shape: Any) -> Any:
-    return _tree().tree_unflatten(leaves, shape)
+def _unflatten(leaves: Iterable[Tree], shape: Tree) -> Tree:
+    following = iter(leaves)
+    return _map(lambda _: next(following), shape)

@@ -1,7 +1,7 @@
-"""What all collectives across nodes have in common: they begin when all agree, and fail everywhere for one reason.
+"""Begins and fails the collectives across nodes: they begin when all ranks agree, and fail on all for one reason.
 
 A collective begins with its signature: the ranks of a node compare theirs in shared memory, the leaders of the nodes
-theirs over `LeaderLinks`. So data moves by gloo only when every rank is there and wants the same.
+theirs over `LeaderLinks`. So gloo moves data only when every rank is there and calls the same collective.
 
 A failure: the first rank that meets one writes it to the store (`FailureFlag`), then aborts the shared memory of its
 node, which ends the waits of all ranks there at once; they read the cause in the store. Leaders tell each other as
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.native.library import Signature
-from phalanx.shm.hierarchical.gloo_groups import GlooGroup, abandon, first_line, has_come
+from phalanx.shm.hierarchical.gloo_groups import GlooGroup, abandon, first_line, is_done
 from phalanx.shm.hierarchical.leader_links import SLICE, LeaderLinks
 from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
@@ -33,19 +33,19 @@ from phalanx.torch_compat.c10d import Gloo
 
 _SIGNATURE_BYTES = len(bytes(Signature()))
 _GRACE = 1.0
-"""Seconds beyond its timeout that a leader leaves to the node that is late: it can name the rank."""
+"""Seconds beyond the timeout that a leader waits for another node, which can name its late rank."""
 _LONGER = 3.0
-"""Seconds beyond the timeout that a rank waits for its leader, which knows better than to be named itself."""
+"""Seconds beyond the timeout that a rank waits for its leader, which can name the late rank."""
 _FOR_THE_CAUSE = 1.0
 _STORE_INTERVAL = 0.5
 
 
 class _GlooFailed(Exception):
-    """What gloo says, which names no rank."""
+    """An error of gloo, which names no rank."""
 
 
 class Agreement:
-    """A rank's place between the shared memory of its node and the network."""
+    """One rank's side of the agreement, with the shared memory of its node and its connections."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class Agreement:
         seconds = timeout.total_seconds()
         names.number = 0
         names.hosts = tuple(claim.host for claim in claims)
-        here = [claims[rank] for rank in nodes.mates]
-        self._names_here = Names(names.group, [names.ranks[rank] for rank in nodes.mates], seconds, number=0)
+        here = [claims[rank] for rank in nodes.own_ranks]
+        self._names_here = Names(names.group, [names.ranks[rank] for rank in nodes.own_ranks], seconds, number=0)
         self._names_here.pids = tuple(claim.pid for claim in here)
         self._names_here.hosts = tuple(claim.host for claim in here)
-        within = dist.PrefixStore(f"node/{nodes.here}", store)
+        within = dist.PrefixStore(f"node/{nodes.own_node}", store)
         self._failure_flag = FailureFlag(store, failures.by_name)
         self._links: LeaderLinks | None = None
         with contextlib.ExitStack() as on_error:
-            self._segment = Segment(within, here, nodes.local, seconds, self._names_here)
+            self._segment = Segment(within, here, nodes.local_rank, seconds, self._names_here)
             on_error.callback(self._segment.close)
             if nodes.is_leader:
                 self._links = LeaderLinks(store, nodes, address, seconds, names)
@@ -91,7 +91,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def collective(self, signature: Signature) -> Iterator[None]:
-        """All ranks of this node have come with the same signature; whatever fails inside fails for all."""
+        """Runs the body when all ranks of this node have the same signature. An error in it fails all ranks."""
         if self._broken is not None:
             raise type(self._broken)(str(self._broken))
         assert self.names.number is not None, "set when the group was made"
@@ -107,7 +107,7 @@ class Agreement:
             raise
 
     def _compare_here(self, signature: Signature) -> None:
-        mates = self.nodes.mates
+        mates = self.nodes.own_ranks
         if len(mates) == 1:
             return
         mine = torch.frombuffer(bytearray(signature), dtype=torch.uint8)
@@ -123,7 +123,7 @@ class Agreement:
                 raise failures.mismatch(self.names, ranks[0], ours, rank, theirs)
 
     def agree(self, signature: Signature, payload: bytes | memoryview = b"") -> list[memoryview]:
-        """For leaders: all nodes have come with the same signature. Returns what each of them has brought."""
+        """Checks, for leaders, that all nodes have the same signature. Returns the payload of each node."""
         assert self._links is not None, "a leader has links"
         word = bytearray(signature)
         word += payload
@@ -133,7 +133,7 @@ class Agreement:
         return [word[_SIGNATURE_BYTES:] for word in words]
 
     def agree_all(self, signature: Signature) -> None:
-        """For all ranks: returns when every rank of every node may move data."""
+        """Returns when every rank of every node may move data."""
         if self.nodes.is_leader:
             self.agree(signature)
         self.local.barrier()
@@ -141,21 +141,21 @@ class Agreement:
     # ---- waiting
 
     def wait(self, work: dist.Work, peers: Sequence[int]) -> None:
-        """For something that is on its way by gloo, to or from ``peers``."""
+        """Waits for a transfer by gloo, to or from ``peers``."""
         deadline = time.monotonic() + self._timeout + _GRACE
-        while not self._has_come(work):
+        while not self._is_done(work):
             self._look()
             if time.monotonic() > deadline:
                 raise failures.timed_out(self.names, self.nodes.rank, peers, self._timeout)
 
-    def _has_come(self, work: dist.Work) -> bool:
+    def _is_done(self, work: dist.Work) -> bool:
         try:
-            return has_come(work, SLICE)
+            return is_done(work, SLICE)
         except RuntimeError as error:
             raise _GlooFailed(first_line(error)) from None
 
     def _look(self) -> None:
-        """Raises what is known to have failed elsewhere."""
+        """Raises the failure of another rank, if one is known."""
         if self._segment.has_failed:
             raise self._segment.failure()
         if self._links is not None:
@@ -172,7 +172,7 @@ class Agreement:
     def _cause_of(self, error: Exception) -> Exception:
         if not isinstance(error, (_GlooFailed, CollectiveAborted)):
             return error
-        # Somebody here has ended our wait, or gloo has: the one that knows why says so in the store.
+        # Another rank of this node has ended the wait, or gloo has: the rank that knows why writes it to the store.
         known = self._failure_flag.cause(_FOR_THE_CAUSE)
         if known is not None:
             return known
@@ -181,25 +181,25 @@ class Agreement:
         return failures.cut_off(self.names, self.nodes.rank) if self._failure_flag.is_silent else error
 
     def _explain(self, error: _GlooFailed) -> PeerLost:
-        """From an error of gloo to one that names the rank, as well as can be known."""
+        """Returns an error that names the lost rank, or those that it can be."""
         suspects = self._links.ended() if self._links is not None else []
-        suspects = suspects or list(self.nodes.rail_peers if self.nodes.has_gloo_group else ())
+        suspects = suspects or list(self.nodes.gloo_peers if self.nodes.has_gloo_group else ())
         if len(suspects) == 1:
             return failures.unreachable(self.names, suspects[0], str(error))
         who = self.names.those(suspects, " or ")
         return PeerLost(f"{who} has ended or cannot be reached in {self.names.where()}: {error}")
 
     def _break(self, error: Exception) -> Exception:
-        """Fails the group on all ranks. Returns the cause, which is another error if that was first."""
+        """Fails the group on all ranks. Returns the cause: the error that was first."""
         cause = self._failure_flag.raise_with(error)
         self._broken = cause
         self._segment.abort()
         if self._links is not None:
-            self._links.tell(cause)
+            self._links.send_failure(cause)
         return cause
 
     def abort(self) -> None:
-        """From any thread: whoever waits notices."""
+        """Ends all waits of the group, from any thread."""
         self._failure_flag.raise_with(failures.aborted(self.names, self.nodes.rank))
         self._segment.abort()
 

@@ -116,7 +116,7 @@ class HierarchicalCollectives:
     def broadcast(self, block: Tensor, root: int) -> None:
         signature = _signature(library.BROADCAST, block, root)
         with self._agreement.collective(signature):
-            self._broadcast(signature, flat(block), self._nodes.node_of(root), self._nodes.place_of(root))
+            self._broadcast(signature, flat(block), self._nodes.node_of(root), self._nodes.local_rank_of(root))
 
     def _broadcast(self, signature: Signature, block: Tensor, origin: int, place: int) -> None:
         if block.nbytes > self._nodes.small_bytes:
@@ -124,7 +124,7 @@ class HierarchicalCollectives:
             blocks = [block if node == origin else None for node in range(self._nodes.count)]
             self._large.spread(blocks, lambda piece: self._local.broadcast(piece, place))
             return
-        is_here = origin == self._nodes.here
+        is_here = origin == self._nodes.own_node
         if is_here:
             self._local.broadcast(block, place)
         if self._nodes.is_leader:
@@ -157,13 +157,13 @@ class HierarchicalCollectives:
         """Fills ``whole`` with the bytes of all ranks, a row for each, node by node."""
         count = mine.numel()
         regions = [whole[self._nodes.region(node, count)] for node in range(self._nodes.count)]
-        self._local.all_gather(regions[self._nodes.here], mine)
+        self._local.all_gather(regions[self._nodes.own_node], mine)
         if whole.numel() > self._nodes.small_bytes:
             self._agreement.agree_all(signature)
             self._large.spread(regions)
             return whole.view(self._size, count)
         if self._nodes.is_leader:
-            payloads = self._agreement.agree(signature, memory(regions[self._nodes.here]))
+            payloads = self._agreement.agree(signature, memory(regions[self._nodes.own_node]))
             for region, data in zip(regions, payloads, strict=True):
                 write(region, data)
         self._local.broadcast(whole, 0)

@@ -1,4 +1,4 @@
-"""gloo between the nodes: over which address, with which ranks, and how to wait for it."""
+"""gloo between the nodes: its address, its groups, and send and recv."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from phalanx.shm.node.failures import CollectiveTimeout, Names, PeerLost
 from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import Staging, contiguous
 from phalanx.status import layout
+from phalanx.system.ports import LOOPBACK, interface_addresses
 from phalanx.torch_compat.c10d import Gloo, new_gloo, set_gloo_timeout, source_rank
 
 NEVER = timedelta(days=1)
-"""gloo's own timeout, once it is connected: we watch the time, and know whom to name."""
+"""gloo's own timeout, once it is connected. `Agreement` has the real one, and can name the late rank."""
 
 
 def own_address(store: dist.Store, nodes: Topology, hosts: Collection[str]) -> str:
     """Returns the address by which the other ranks reach this one."""
     if nodes.count == 1:
-        return "127.0.0.1"
+        return LOOPBACK
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     towards = _address_towards(store)
     if interface:
@@ -48,20 +49,15 @@ def own_address(store: dist.Store, nodes: Topology, hosts: Collection[str]) -> s
 
 
 def _address_of(interface: str, towards: str | None) -> str:
-    """Of several, the one on the way to the store; otherwise the first, as gloo has it."""
-    import psutil
-
-    entries = psutil.net_if_addrs().get(interface, ())
-    found = [
-        entry.address for family in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == family
-    ]
+    """Returns the interface's address towards the store, or its first one, as gloo would."""
+    found = interface_addresses().get(interface, [])
     if not found:
         raise JoinError(f"GLOO_SOCKET_IFNAME is {interface!r}, but there is no such interface with an address.")
     return towards if towards in found else found[0]
 
 
 def _address_towards(store: dist.Store) -> str | None:
-    """The own end of the way to whoever serves the store."""
+    """Returns the own address of a connection to the store."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
@@ -69,7 +65,7 @@ def _address_towards(store: dist.Store) -> str | None:
     try:
         family, kind, *_, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing; the kernel only chooses the way
+            probe.connect(target)  # sends nothing; the kernel only chooses the route
             return probe.getsockname()[0]
     except OSError:
         return None
@@ -83,60 +79,60 @@ def _address_of_host() -> str | None:
 
 
 @dataclass
-class Sent:
-    """Something on its way by gloo."""
+class Transfer:
+    """A transfer by gloo that has started."""
 
     work: dist.Work
-    then: Callable[[], None]
-    """What is left to do when it has come."""
+    finish: Callable[[], None]
+    """Called when the work is done."""
 
 
 class GlooGroup:
-    """gloo between the ranks that have the same place on their nodes. Everything begins at once and ends later."""
+    """gloo between the ranks with the same local rank. Its methods return when the transfer has started."""
 
     def __init__(self, store: dist.Store, nodes: Topology, timeout: timedelta, address: str, names: Names) -> None:
         self._nodes = nodes
-        gloo_group = dist.PrefixStore(f"rail/{nodes.local}", store)
+        gloo_group = dist.PrefixStore(f"gloo/{nodes.local_rank}", store)
         try:
-            self.gloo = new_gloo(gloo_group, nodes.here, nodes.count, timeout, address)
+            self.gloo = new_gloo(gloo_group, nodes.own_node, nodes.count, timeout, address)
         except RuntimeError as error:
             raise JoinError(
-                f"gloo cannot connect {names.those([nodes.rank, *nodes.rail_peers])}: {first_line(error)}"
+                f"gloo cannot connect {names.those([nodes.rank, *nodes.gloo_peers])}: {first_line(error)}"
             ) from None
         set_gloo_timeout(self.gloo, NEVER)
 
-    def all_reduce(self, part: Tensor, reduction: Reduction) -> Sent:
+    def all_reduce(self, part: Tensor, reduction: Reduction) -> Transfer:
         native = reduction_plan.by_gloo(part, reduction.between, self._nodes.count)
         if native is None:
             return self._gather_and_combine(part, reduction)
         seen, options = native[0], c10d.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(native[1])
-        return Sent(self.gloo.allreduce([seen], options), lambda: reduction_plan.divide(part, reduction.divisor))
+        return Transfer(self.gloo.allreduce([seen], options), lambda: reduction_plan.divide(part, reduction.divisor))
 
-    def _gather_and_combine(self, part: Tensor, reduction: Reduction) -> Sent:
+    def _gather_and_combine(self, part: Tensor, reduction: Reduction) -> Transfer:
         blocks = [torch.empty_like(part) for _ in range(self._nodes.count)]
 
-        def then() -> None:
+        def finish() -> None:
             part.copy_(reduction_plan.combine(blocks, reduction.between))
             reduction_plan.divide(part, reduction.divisor)
 
         views = [block.view(torch.uint8) for block in blocks]
-        return Sent(self.gloo.allgather([views], [part.view(torch.uint8)]), then)
+        return Transfer(self.gloo.allgather([views], [part.view(torch.uint8)]), finish)
 
-    def broadcast(self, part: Tensor, origin: int) -> Sent:
+    def broadcast(self, part: Tensor, origin: int) -> Transfer:
         """``origin`` is a node."""
         options = c10d.BroadcastOptions()
         options.rootRank = origin
-        return Sent(self.gloo.broadcast([part.view(torch.uint8)], options), lambda: None)
+        return Transfer(self.gloo.broadcast([part.view(torch.uint8)], options), lambda: None)
 
 
 def abandon(gloo: Gloo | None) -> None:
-    """Never to be used again, and never to be freed: gloo would wait for what is still on its way."""
+    """Keeps a broken group from being freed: gloo would wait for its unfinished transfers."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
 
 
-def has_come(work: dist.Work, seconds: float) -> bool:
-    """Waits that long; raises what gloo says."""
+def is_done(work: dist.Work, seconds: float) -> bool:
+    """Waits for a work up to ``seconds``, and raises its error."""
     try:
         return work.wait(timedelta(seconds=seconds))
     except RuntimeError:
@@ -149,7 +145,7 @@ def has_come(work: dist.Work, seconds: float) -> bool:
 
 
 class GlooMessage(dist.Work):
-    """A send or a receive by gloo, with our errors."""
+    """A send or a receive by gloo, with our exceptions."""
 
     def __init__(
         self,
@@ -187,7 +183,7 @@ class GlooMessage(dist.Work):
 
 
 class GlooMessages:
-    """What `Messages` is within a node, for ranks of several."""
+    """send and recv of a group on several nodes, as `Messages` does them within one."""
 
     def __init__(self, gloo: Gloo, names: Names, status_log: StatusLog) -> None:
         self._gloo, self._names, self._status_log = gloo, names, status_log

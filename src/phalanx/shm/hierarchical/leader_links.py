@@ -1,13 +1,14 @@
-"""The leaders' own connections: one rank of each node with one of each other, for everything that is short.
+"""The connections between the leaders of the nodes, for signatures, small blocks and failures.
 
-gloo cannot be told to stop waiting, does not say who is missing, and goes wrong when two sides disagree on a size. So
-before anything large moves by gloo, the leaders have said here what their nodes are about to do; small messages come
-along at once. The end of a connection names the rank that is gone.
+gloo's waits cannot be interrupted, do not name the missing rank, and go wrong if two sides disagree on a size. So the
+leaders exchange signatures here before gloo moves a large block; small blocks are sent along. The end of a
+connection names the rank that is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import secrets
 import selectors
@@ -31,33 +32,33 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 _HEADER = struct.Struct("<BI")
-"""What it is, and the number of bytes that follow."""
-_WORD, _FAILURE, _FAREWELL = range(3)
+"""The kind of a frame, and the number of bytes that follow."""
+_PAYLOAD, _FAILURE, _LEAVING = range(3)
 _HELLO = struct.Struct("<16sI")
 """A secret that only ranks of the group can read in the store, and the caller's node."""
 _SECRET = re.compile("[0-9a-f]{32}")
 _READ_BYTES = 1 << 18
 _ALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2, socket.TCP_USER_TIMEOUT: 15_000}
-"""A host that is gone without a word is noticed after 15 s (the last is in milliseconds): later than by the agents of
-`phalanx run`, which can say more about it and shall have the first word."""
+"""A lost host is noticed after 15 s (the last value is in milliseconds): later than by the agents of `phalanx run`,
+whose report explains more."""
 SLICE = 0.1
-"""Seconds after which a wait looks around."""
+"""Seconds after which a wait looks for failures."""
 
 
 class _Connection:
-    """The connection to one other leader."""
+    """The connection to another leader."""
 
-    def __init__(self, peer: int, connection: socket.socket) -> None:
-        self.peer, self.socket = peer, connection
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank, self.socket = rank, connection
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _ALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        self.words: deque[bytearray] = deque()
+        self.payloads: deque[bytearray] = deque()
         self.failure: Exception | None = None
         self.broken: str | None = None
-        """Why the network has given it up."""
+        """Why the network has closed it."""
         self.has_left = self.has_ended = False
         self._out = bytearray()
         self._in = bytearray()
@@ -78,7 +79,7 @@ class _Connection:
             except OSError as error:
                 if isinstance(error, BlockingIOError):
                     raise
-                self._out.clear()  # its end is seen by reading, after its last words
+                self._out.clear()  # the end is seen by reading, after the last frames
 
     def receive(self) -> None:
         while not self.has_ended:
@@ -92,9 +93,9 @@ class _Connection:
                 data, self.broken = b"", error.strerror
             self.has_ended = not data
             self._in += data
-        self._sort()
+        self._split_frames()
 
-    def _sort(self) -> None:
+    def _split_frames(self) -> None:
         while len(self._in) >= _HEADER.size:
             kind, length = _HEADER.unpack_from(self._in)
             end = _HEADER.size + length
@@ -102,9 +103,9 @@ class _Connection:
                 return
             data = self._in[_HEADER.size : end]
             del self._in[:end]
-            if kind == _WORD:
-                self.words.append(data)
-            elif kind == _FAREWELL:
+            if kind == _PAYLOAD:
+                self.payloads.append(data)
+            elif kind == _LEAVING:
                 self.has_left = True
             elif self.failure is None:
                 found = messages.decode(data, Failure, "another leader")
@@ -112,95 +113,93 @@ class _Connection:
 
 
 class LeaderLinks:
-    """What the leader of a node has: a line to each other leader."""
+    """A leader's connections to all other leaders."""
 
     def __init__(self, store: Store, nodes: Topology, address: str, timeout: float, names: Names) -> None:
         self._nodes, self._names = nodes, names
         self._selector = selectors.DefaultSelector()
-        connections = _connect_all(store, nodes, address, timeout)
-        self._lines = {node: _Connection(nodes.leader_of(node), connections[node]) for node in sorted(connections)}
-        for line in self._lines.values():
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
+        found = _connect_all(store, nodes, address, timeout)
+        self._connections = {node: _Connection(nodes.leader_of(node), found[node]) for node in sorted(found)}
+        for peer in self._connections.values():
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
-    def exchange(self, word: bytes | bytearray, seconds: float, look: Callable[[], None]) -> list[bytes | bytearray]:
-        """What every node's leader says, in the order of nodes; ``look`` is called now and then, and may raise."""
-        for line in self._lines.values():
-            line.post(_WORD, word)
+    def exchange(self, payload: bytes | bytearray, seconds: float, look: Callable[[], None]) -> list[bytes | bytearray]:
+        """Exchanges a payload with all leaders. Returns those of all nodes; ``look`` may raise meanwhile."""
+        for peer in self._connections.values():
+            peer.post(_PAYLOAD, payload)
         deadline = time.monotonic() + seconds
-        while any(not line.words or line.is_sending for line in self._lines.values()):
-            self._complain()
+        while any(not peer.payloads or peer.is_sending for peer in self._connections.values()):
+            self._check_awaited()
             if not self._move(SLICE):
                 look()
             if time.monotonic() > deadline:
-                missing = [rank for node, line in self._lines.items() if not line.words for rank in self._ranks(node)]
+                late = [self._nodes.ranks[node] for node, peer in self._connections.items() if not peer.payloads]
+                missing = list(itertools.chain(*late))
                 raise failures.timed_out(self._names, self._nodes.rank, missing, self._names.timeout)
-        self.look()  # whoever said it may have given up since
-        words = {node: line.words.popleft() for node, line in self._lines.items()}
-        return [words.get(node, word) for node in range(self._nodes.count)]
+        self.look()  # a leader may have failed since
+        payloads = {node: peer.payloads.popleft() for node, peer in self._connections.items()}
+        return [payloads.get(node, payload) for node in range(self._nodes.count)]
 
     def look(self) -> None:
-        """Raises what another leader has made known, or the loss of its host."""
+        """Raises the failure that another leader has sent, or the loss of its host."""
         self._move(0.0)
-        self._raise_what_is_known()
+        self._raise_failure()
 
-    def _raise_what_is_known(self) -> None:
-        for line in self._lines.values():
-            if line.failure is not None:
-                raise line.failure
-            if line.broken is not None:
-                raise failures.unreachable(self._names, line.peer, line.broken)
+    def _raise_failure(self) -> None:
+        for peer in self._connections.values():
+            if peer.failure is not None:
+                raise peer.failure
+            if peer.broken is not None:
+                raise failures.unreachable(self._names, peer.rank, peer.broken)
 
     def ended(self) -> list[int]:
-        """The leaders whose connections have ended."""
+        """Returns the leaders whose connections have ended."""
         self._move(0.0)
-        return [line.peer for line in self._lines.values() if line.has_ended]
+        return [peer.rank for peer in self._connections.values() if peer.has_ended]
 
-    def tell(self, cause: Exception) -> None:
-        for line in self._lines.values():
-            line.post(_FAILURE, messages.encode(Failure.of(cause)))
+    def send_failure(self, cause: Exception) -> None:
+        for peer in self._connections.values():
+            peer.post(_FAILURE, messages.encode(Failure.of(cause)))
 
     def close(self) -> None:
-        self._move(0.0)  # what is unread when a connection is closed takes the last words with it
-        for line in self._lines.values():
-            line.post(_FAREWELL, b"")
+        self._move(0.0)  # a connection that is closed with unread data drops its last frames
+        for peer in self._connections.values():
+            peer.post(_LEAVING, b"")
             with contextlib.suppress(OSError):
-                line.socket.shutdown(socket.SHUT_WR)
+                peer.socket.shutdown(socket.SHUT_WR)
         self.drop()
 
     def drop(self) -> None:
-        """Closes the descriptors and says nothing: for a forked child, whose copies they are."""
+        """Closes the descriptors without a notice to the peers: a forked child has only copies."""
         self._selector.close()
-        for line in self._lines.values():
-            line.socket.close()
+        for peer in self._connections.values():
+            peer.socket.close()
 
-    def _ranks(self, node: int) -> tuple[int, ...]:
-        return self._nodes.members[node]
-
-    def _complain(self) -> None:
-        """Raises if something is known that makes waiting useless."""
-        self._raise_what_is_known()
-        for line in self._lines.values():
-            if not line.words and line.has_left:
-                raise failures.left(self._names, line.peer)
-            if not line.words and line.has_ended:
-                raise failures.lost(self._names, line.peer)
+    def _check_awaited(self) -> None:
+        """Raises if an awaited payload cannot come any more."""
+        self._raise_failure()
+        for peer in self._connections.values():
+            if not peer.payloads and peer.has_left:
+                raise failures.left(self._names, peer.rank)
+            if not peer.payloads and peer.has_ended:
+                raise failures.lost(self._names, peer.rank)
 
     def _move(self, seconds: float) -> bool:
-        """Sends and receives what can be; whether there was anything."""
-        for line in self._lines.values():
-            if not line.has_ended:
-                both = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.is_sending else 0)
-                if self._selector.get_key(line.socket).events != both:
-                    self._selector.modify(line.socket, both, line)
+        """Sends and receives for up to ``seconds``. Returns whether there was anything."""
+        for peer in self._connections.values():
+            if not peer.has_ended:
+                both = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.is_sending else 0)
+                if self._selector.get_key(peer.socket).events != both:
+                    self._selector.modify(peer.socket, both, peer)
         ready = self._selector.select(seconds)
         for key, events in ready:
-            line: _Connection = key.data
+            peer: _Connection = key.data
             if events & selectors.EVENT_WRITE:
-                line.send()
+                peer.send()
             if events & selectors.EVENT_READ:
-                line.receive()
-            if line.has_ended:
-                self._selector.unregister(line.socket)
+                peer.receive()
+            if peer.has_ended:
+                self._selector.unregister(peer.socket)
         return bool(ready)
 
 
@@ -208,26 +207,28 @@ class LeaderLinks:
 
 
 def _connect_all(store: Store, nodes: Topology, address: str, timeout: float) -> dict[int, socket.socket]:
-    """A connection to each other leader. The later node calls the earlier one."""
+    """Connects to all other leaders. The later node connects to the earlier one."""
     deadline = time.monotonic() + timeout
     secret = secrets.token_bytes(16)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     found: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as on_error, socket.create_server((address, 0), family=family) as listener:
-        write(store, f"leader/{nodes.here}", (address, listener.getsockname()[1], secret.hex()))
-        for node in range(nodes.here):
-            found[node] = _call(store, node, nodes.here, deadline)
+        write(store, f"leader/{nodes.own_node}", (address, listener.getsockname()[1], secret.hex()))
+        for node in range(nodes.own_node):
+            found[node] = _call(store, node, nodes.own_node, deadline)
             on_error.callback(found[node].close)
         while len(found) < nodes.count - 1:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                missing = [node for node in range(nodes.count) if node not in found and node != nodes.here]
-                raise JoinError(f"node {nodes.here} waited {timeout:g} s for the leaders of nodes {missing}.") from None
+                missing = [node for node in range(nodes.count) if node not in found and node != nodes.own_node]
+                raise JoinError(
+                    f"node {nodes.own_node} waited {timeout:g} s for the leaders of nodes {missing}."
+                ) from None
             on_error.callback(connection.close)
             caller = _identify(connection, secret)
-            if caller is not None and nodes.here < caller < nodes.count and caller not in found:
+            if caller is not None and nodes.own_node < caller < nodes.count and caller not in found:
                 found[caller] = connection
         on_error.pop_all()
     return found
@@ -251,16 +252,16 @@ def _call(store: Store, node: int, caller: int, deadline: float) -> socket.socke
 
 
 def _identify(connection: socket.socket, secret: bytes) -> int | None:
-    """The node that calls; None for whoever else found the port."""
+    """Returns the node that connects; None for a process that is not of the group."""
     connection.settimeout(5.0)
-    said = b""
+    received = b""
     with contextlib.suppress(OSError):
-        while len(said) < _HELLO.size:
-            data = connection.recv(_HELLO.size - len(said))
+        while len(received) < _HELLO.size:
+            data = connection.recv(_HELLO.size - len(received))
             if not data:
                 break
-            said += data
-    if len(said) == _HELLO.size and secrets.compare_digest(said[:16], secret):
-        return _HELLO.unpack(said)[1]
+            received += data
+    if len(received) == _HELLO.size and secrets.compare_digest(received[:16], secret):
+        return _HELLO.unpack(received)[1]
     connection.close()
     return None

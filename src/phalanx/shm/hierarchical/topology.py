@@ -1,4 +1,4 @@
-"""Who is where: the ranks of a group sorted into nodes, and how a block is cut for the way between them."""
+"""The nodes of a group, and how a block is cut for the network between them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _PIECE_BYTES = 4 << 20
-"""While one piece is on the network, the next is being added up in memory."""
-_LINE_ELEMENTS = 64
-"""Parts of a piece begin at whole cache lines, whatever the type."""
+"""While one piece is on the network, the next one is reduced in memory."""
+_ALIGNMENT = 64
+"""Elements to which the parts of a piece are aligned: whole cache lines, whatever the type."""
 _SMALL_BYTES = 128 << 10
 
 
@@ -18,78 +18,76 @@ _SMALL_BYTES = 128 << 10
 class Topology:
     """The nodes of a group as one of its ranks sees them. Ranks are numbers within the group."""
 
-    members: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
     """The ranks of each node, in order; the nodes in the order of their first ranks."""
     rank: int
-    """The one that looks."""
+    """This rank."""
 
     @property
     def count(self) -> int:
-        return len(self.members)
+        return len(self.ranks)
 
     @functools.cached_property
-    def here(self) -> int:
-        """The own node."""
+    def own_node(self) -> int:
         return self.node_of(self.rank)
 
     @functools.cached_property
-    def local(self) -> int:
-        """The own place on it."""
-        return self.place_of(self.rank)
+    def local_rank(self) -> int:
+        return self.local_rank_of(self.rank)
 
     @property
-    def mates(self) -> tuple[int, ...]:
-        """The ranks of the own node."""
-        return self.members[self.here]
+    def own_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's node."""
+        return self.ranks[self.own_node]
 
     @functools.cached_property
     def gloo_groups(self) -> int:
-        """How many ranks of each node talk to other nodes: as many as the smallest node has."""
-        return min(len(ranks) for ranks in self.members)
+        """The number of local ranks that have a gloo group across nodes: as many as the smallest node has."""
+        return min(len(ranks) for ranks in self.ranks)
 
     @property
     def has_gloo_group(self) -> bool:
-        return self.local < self.gloo_groups
+        return self.local_rank < self.gloo_groups
 
     @property
     def is_leader(self) -> bool:
-        """The first rank of a node speaks for it."""
-        return self.local == 0
+        """The first rank of a node exchanges small blocks with the other nodes."""
+        return self.local_rank == 0
 
     @functools.cached_property
-    def is_even_here(self) -> bool:
-        """Whether every rank of the own node has a rail."""
-        return len(self.mates) == self.gloo_groups
+    def all_have_gloo_groups(self) -> bool:
+        """Every rank of this rank's node has a gloo group."""
+        return len(self.own_ranks) == self.gloo_groups
 
     @property
-    def rail_peers(self) -> tuple[int, ...]:
-        """The ranks at the other ends of the own rail."""
-        return tuple(ranks[self.local] for node, ranks in enumerate(self.members) if node != self.here)
+    def gloo_peers(self) -> tuple[int, ...]:
+        """The other ranks of this rank's gloo group."""
+        return tuple(ranks[self.local_rank] for node, ranks in enumerate(self.ranks) if node != self.own_node)
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """All ranks, node by node."""
-        return tuple(rank for ranks in self.members for rank in ranks)
+        return tuple(rank for ranks in self.ranks for rank in ranks)
 
     def node_of(self, rank: int) -> int:
-        return next(node for node, ranks in enumerate(self.members) if rank in ranks)
+        return next(node for node, ranks in enumerate(self.ranks) if rank in ranks)
 
-    def place_of(self, rank: int) -> int:
-        return self.members[self.node_of(rank)].index(rank)
+    def local_rank_of(self, rank: int) -> int:
+        return self.ranks[self.node_of(rank)].index(rank)
 
     def leader_of(self, node: int) -> int:
-        return self.members[node][0]
+        return self.ranks[node][0]
 
     def region(self, node: int, block: int) -> slice:
-        """Where a node's blocks lie in a buffer that has one for each rank, in `order`."""
-        before = sum(len(ranks) for ranks in self.members[:node])
-        return slice(before * block, (before + len(self.members[node])) * block)
+        """Returns a node's part of a buffer that has a block for each rank, in `order`."""
+        before = sum(len(ranks) for ranks in self.ranks[:node])
+        return slice(before * block, (before + len(self.ranks[node])) * block)
 
     @functools.cached_property
     def small_bytes(self) -> int:
-        """Up to this size the leaders send each other everything at once: 64 KB between two nodes.
+        """The largest size that the leaders exchange at once: 64 KB between two nodes.
 
-        With many nodes a leader sends as many copies, so that the limit falls.
+        With more nodes a leader sends more copies, so the limit is lower.
         """
         return max(1024, _SMALL_BYTES // self.count)
 
@@ -103,17 +101,17 @@ def sort_into_nodes(machines: Sequence[str], rank: int) -> Topology:
 
 
 def cut(count: int, parts: int) -> list[slice]:
-    """``count`` elements in equal parts; the last one also has what is left over."""
+    """Cuts ``count`` elements into equal parts; the last one also has the rest."""
     each = count // parts
     return [slice(i * each, (i + 1) * each if i < parts - 1 else count) for i in range(parts)]
 
 
 def pieces(count: int, width: int, gloo_groups: int) -> list[slice]:
-    """A block of ``count`` elements of ``width`` bytes in pieces that can be cut into equal parts, but for the last.
+    """Cuts ``count`` elements of ``width`` bytes into pieces that can be cut into equal parts, except the last one.
 
-    The first one is smaller, so that the network has something to do sooner.
+    The first piece is smaller, so that the network starts sooner.
     """
-    step = gloo_groups * _LINE_ELEMENTS
+    step = gloo_groups * _ALIGNMENT
     most = max(step, _PIECE_BYTES // width // step * step)
     first = max(step, most // 4 // step * step)
     even = count // gloo_groups * gloo_groups

@@ -1,4 +1,4 @@
-"""From a failure record in shared memory to the exception a rank raises: both sides named, in one or two sentences."""
+"""The exceptions of collectives. They name both sides, in one or two sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.native.library import Failure, Signature
 from phalanx.shm.node.tensors import DTYPE_NAMES, REDUCE_NAMES
 
 
-# Each is one of ours and one of torch's: ``except px.PhalanxError`` and ``except dist.DistBackendError`` both work.
+# Both ``except px.PhalanxError`` and ``except dist.DistBackendError`` catch each of these.
 class PeerLost(errors.PeerLost, dist.DistBackendError):
     __doc__ = errors.PeerLost.__doc__
 
@@ -31,22 +31,22 @@ class CollectiveAborted(errors.CollectiveAborted, dist.DistBackendError):
 
 
 for _kind in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted):
-    _kind.__module__ = errors.__name__  # where users know them from
+    _kind.__module__ = errors.__name__  # where users import them from
 
 
 @dataclass
 class Names:
-    """What the numbers of a group are called."""
+    """What is needed to name the ranks and collectives of a group."""
 
     group: str
     ranks: Sequence[int]
-    """The number among all ranks of each rank of the group."""
+    """The global rank of each rank of the group."""
     timeout: float
     pids: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
-    """Of each rank, where there are several nodes."""
+    """The host of each rank, if there are several nodes."""
     number: int | None = None
-    """Of the collective that runs, where the library does not know it: it counts the steps within a node."""
+    """The running collective, with several nodes: the library counts the steps within a node."""
 
     def __call__(self, rank: int) -> str:
         return f"rank {self.ranks[rank]}"
@@ -63,7 +63,7 @@ class Names:
 
 
 def to_exception(failure: Failure, names: Names) -> Exception:
-    number = failure.number - 1  # the library's first one is the barrier that forms the group
+    number = failure.number - 1  # the library's first collective is the barrier that forms the group
     if failure.kind == library.MISMATCH:
         return mismatch(names, failure.finder, failure.finders, failure.culprit, failure.culprits, number)
     if failure.kind == library.SPLITS:
@@ -125,7 +125,7 @@ def aborted(names: Names, finder: int, number: int | None = None) -> CollectiveA
 
 
 def by_name(kind: str, text: str) -> Exception:
-    """The exception that another process has described."""
+    """Returns the exception that another process has described."""
     kinds = {found.__name__: found for found in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted)}
     if kind not in kinds:
         raise errors.ForeignData(f"another rank reports a failure of the unknown kind {kind!r:.50}.")
@@ -133,7 +133,7 @@ def by_name(kind: str, text: str) -> Exception:
 
 
 def _spell(call: Signature, other: Signature, names: Names) -> str:
-    """``all_reduce(float32[12], max)``: the operator and the root only where they matter or differ."""
+    """Returns ``all_reduce(float32[12], max)``, with operator and root only if they differ."""
     name = library.OPS[call.op]
     inside = []
     if call.op != library.BARRIER:

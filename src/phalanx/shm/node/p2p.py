@@ -1,8 +1,8 @@
-"""send and recv: messages between two ranks of a group, over Unix sockets, with the receiver's tags sorted out here.
+"""send and recv between ranks of a node, over Unix sockets.
 
-A rank that sends connects to the receiver's socket, which is there from the group's first moment; so nobody waits
-for anybody before there is something to say. A message is read when somebody wants it, or when it stands before one
-that is wanted: what nobody asks for stays with its sender. One thread moves everything, from the first message on.
+A sender connects to the receiver's socket, which exists since the group was made, so no rank waits for another before
+there is a message. A message is read when a rank wants it, or when it comes before one that is wanted; all others stay
+with their senders. One thread moves all messages, from the first one on.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import width_of
 
 _HEADER = struct.Struct("<qQQ")
-"""Tag, type, number of elements."""
+"""The tag, the type and the number of elements."""
 _CREDENTIALS = struct.Struct("3i")
 _PIECE = 1 << 20
-"""Bytes that are sent at a time: a timeout counts from the last of them."""
+"""Bytes that are sent at a time. A timeout counts from the last piece."""
 
 
-def _process_behind(line: socket.socket) -> int | None:
-    """The pid at the other end, as the kernel says; None for a process of another user."""
-    pid, uid, _ = _CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+def _peer_pid(connection: socket.socket) -> int | None:
+    """Returns the pid at the other end, as the kernel knows it; None for a process of another user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
     return pid if uid == os.geteuid() else None
 
 
@@ -42,98 +43,94 @@ class Messages:
     def __init__(self, rank: int, names: Names, status_log: StatusLog) -> None:
         self._rank, self._names, self._status_log = rank, names, status_log
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listener.bind("")  # an abstract name of the kernel's choice: it leaves no file
+        self._listener.bind("")  # the kernel chooses an abstract name: it leaves no file
         self._listener.listen(len(names.ranks))
         self.address = self._listener.getsockname()[1:].decode()
-        self._addresses: Sequence[str] = ()
-        self._watches: Sequence[int] = ()
-        self._start_once = threading.Lock()
-        self._traffic: _Traffic | None = None
         self.closed: str | None = None
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        # From here on, only the thread uses it.
+        self._pidfds: dict[int, int] = {}
+        self._ended: set[int] = set()
+        self._outgoing: dict[int, socket.socket] = {}
+        self._incoming: dict[int, socket.socket] = {}
+        self._locks: dict[int, asyncio.Lock] = {}
+        self._readers: dict[int, asyncio.Task[None]] = {}
+        self._senders: set[asyncio.Task[None]] = set()
+        self._open: set[Message] = set()
+        self._wanted: list[Message] = []
+        self._unclaimed: list[tuple[int, int, int, bytearray]] = []
+        """Messages that came before a wanted one: source, tag, type, bytes."""
 
     def connect(self, addresses: Sequence[str], pidfds: Sequence[int]) -> None:
-        """Now the others are known: where they listen, and how to see that they end."""
-        self._addresses, self._watches = addresses, pidfds
+        """Takes the other ranks' sockets, and the descriptors that show when their processes end."""
+        self._addresses, self._given_pidfds = addresses, pidfds
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        return self._post(Message(tensor, peer, tag, received=False, names=self._names, status_log=self._status_log))
+        return self._post(Message(tensor, peer, tag, False, self._names, self._status_log))
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int) -> Message:
-        return self._post(Message(tensor, peer, tag, received=True, names=self._names, status_log=self._status_log))
+        return self._post(Message(tensor, peer, tag, True, self._names, self._status_log))
 
     def _post(self, message: Message) -> Message:
         if self.closed:
             raise UsageError(self.closed)
         if message.peer == self._rank:
             raise UsageError(f"{self._names(self._rank)} cannot send to itself or receive from itself.")
-        with self._start_once:
-            if self._traffic is None:
-                self._traffic = _Traffic(self._listener, self._addresses, self._watches, self._names)
-        self._traffic.add(message)
+        with self._starting:
+            if self._thread is None:
+                self._start()
+        self._loop.call_soon_threadsafe(self._receive if message.received else self._send, message)
         return message
 
     def close(self, reason: str) -> None:
-        """Messages that are still waited for raise."""
+        """Ends the thread. Messages that a rank still waits for raise."""
         self.closed = reason
-        if self._traffic is not None:
-            self._traffic.stop()
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
         self._listener.close()
 
+    # ---- the thread
 
-class _Traffic:
-    """The thread, and all that only it touches."""
-
-    def __init__(self, listener: socket.socket, addresses: Sequence[str], pidfds: Sequence[int], names: Names) -> None:
-        self._listener, self._addresses, self._names = listener, addresses, names
-        self._watches = {rank: os.dup(fd) for rank, fd in enumerate(pidfds) if fd >= 0}
-        self._dead: set[int] = set()
-        self._lines_out: dict[int, socket.socket] = {}
-        self._lines_in: dict[int, socket.socket] = {}
-        self._turns: dict[int, asyncio.Lock] = {}
-        self._readers: dict[int, asyncio.Task[None]] = {}
-        self._senders: set[asyncio.Task[None]] = set()
-        self._open: set[Message] = set()
-        self._wanted: list[Message] = []
-        self._early: list[tuple[int, int, int, bytearray]] = []
-        """Read because they stood before a wanted one: source, tag, type, bytes."""
-        self._has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._live, name=f"phalanx-messages-{names.group}", daemon=True)
+    def _start(self) -> None:
+        self._pidfds = {rank: os.dup(fd) for rank, fd in enumerate(self._given_pidfds) if fd >= 0}
+        has_begun = threading.Event()
+        name = f"phalanx-messages-{self._names.group}"
+        self._thread = threading.Thread(target=self._run, args=(has_begun,), name=name, daemon=True)
         self._thread.start()
-        self._has_begun.wait()
+        has_begun.wait()
 
-    def add(self, message: Message) -> None:
-        self._loop.call_soon_threadsafe(self._receive if message.received else self._send, message)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _live(self) -> None:
-        # Made here, where no Ctrl-C is raised: a loop that is half made says so when it goes.
+    def _run(self, has_begun: threading.Event) -> None:
+        # Made here, where no KeyboardInterrupt is raised: a loop that is half made warns when it is freed.
         self._loop = asyncio.new_event_loop()
-        self._has_begun.set()
+        has_begun.set()
         self._loop.add_reader(self._listener, self._accept)
-        for rank, fd in self._watches.items():
-            self._loop.add_reader(fd, self._died, rank)
+        for rank, fd in self._pidfds.items():
+            self._loop.add_reader(fd, self._peer_ended, rank)
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.wait(tasks) if tasks else asyncio.sleep(0))
         self._loop.close()
-        for line in (*self._lines_in.values(), *self._lines_out.values()):
-            line.close()
-        for fd in self._watches.values():
+        for connection in (*self._incoming.values(), *self._outgoing.values()):
+            connection.close()
+        for fd in self._pidfds.values():
             os.close(fd)
         for message in tuple(self._open):
-            self._end(message, CollectiveAborted(f"the group was left while {message}."))
+            self._fail(message, CollectiveAborted(f"the group was left while {message}."))
 
-    def _end(self, message: Message, error: Exception) -> None:
+    def _finish(self, message: Message, peer: int) -> None:
+        self._open.discard(message)
+        message.finish(peer)
+
+    def _fail(self, message: Message, error: Exception) -> None:
         self._open.discard(message)
         message.end(error)
 
-    # ---- out
+    # ---- sending
 
     def _send(self, message: Message) -> None:
         self._open.add(message)
@@ -145,109 +142,107 @@ class _Traffic:
         peer = message.peer
         assert peer is not None, "a message that is sent has a receiver"
         try:
-            async with self._turns.setdefault(peer, asyncio.Lock()):
-                line = self._lines_out.get(peer) or self._connect(peer)
-                await self._loop.sock_sendall(line, _HEADER.pack(message.tag, message.code, message.count))
+            async with self._locks.setdefault(peer, asyncio.Lock()):
+                connection = self._outgoing.get(peer) or self._connect(peer)
+                await self._loop.sock_sendall(connection, _HEADER.pack(message.tag, message.code, message.count))
                 for start in range(0, len(message.bytes), _PIECE):
-                    await self._loop.sock_sendall(line, message.bytes[start : start + _PIECE])
+                    await self._loop.sock_sendall(connection, message.bytes[start : start + _PIECE])
                     message.moved = time.monotonic()
         except OSError as error:
-            if peer in self._lines_out:  # it may be in the middle of a message, or was never connected
-                self._lines_out.pop(peer).close()
-            self._end(message, self._why(error, peer, message))
+            if peer in self._outgoing:  # it may have broken off within a message, or was never connected
+                self._outgoing.pop(peer).close()
+            self._fail(message, self._reason(error, peer, message))
         else:
-            self._open.discard(message)
-            message.finish(peer)
+            self._finish(message, peer)
 
     def _connect(self, peer: int) -> socket.socket:
-        if peer in self._dead:  # a process that it forked may hold its listener open
+        if peer in self._ended:  # a process that it forked may hold its listener open
             raise ConnectionResetError
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._lines_out[peer] = line
-        line.connect("\0" + self._addresses[peer])  # at once: there is room for every rank in the queue
-        if _process_behind(line) != self._names.pids[peer]:  # the address comes from the store
-            line.close()
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._outgoing[peer] = connection
+        connection.connect("\0" + self._addresses[peer])  # returns at once: the queue has room for every rank
+        if _peer_pid(connection) != self._names.pids[peer]:  # the address comes from the store
+            connection.close()
             raise ConnectionRefusedError
-        return line
+        return connection
 
-    # ---- in
+    # ---- receiving
 
     def _accept(self) -> None:
         while True:
             try:
-                line, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            line.setblocking(False)
-            pid = _process_behind(line)
+            connection.setblocking(False)
+            pid = _peer_pid(connection)
             if pid is None or pid not in self._names.pids:  # any process of the machine can connect
-                line.close()
+                connection.close()
                 continue
             source = self._names.pids.index(pid)
-            self._lines_in[source] = line
+            self._incoming[source] = connection
             self._read_if_wanted(source)
 
     def _receive(self, message: Message) -> None:
         self._open.add(message)
-        for place, (source, tag, code, data) in enumerate(self._early):
+        for place, (source, tag, code, data) in enumerate(self._unclaimed):
             if tag == message.tag and message.peer in (None, source):
-                del self._early[place]
-                self._hand_over(message, source, code, data)
+                del self._unclaimed[place]
+                self._deliver_read(message, source, code, data)
                 return
         self._wanted.append(message)
-        for source in self._watches if message.peer is None else (message.peer,):
+        for source in self._pidfds if message.peer is None else (message.peer,):
             self._read_if_wanted(source)
 
     def _read_if_wanted(self, source: int) -> None:
         if not self._is_wanted(source) or source in self._readers:
             return
-        if source in self._lines_in:
-            self._readers[source] = self._loop.create_task(self._read(source, self._lines_in[source]))
-        elif source in self._dead:
-            self._give_up(source)
+        if source in self._incoming:
+            self._readers[source] = self._loop.create_task(self._read(source, self._incoming[source]))
+        elif source in self._ended:
+            self._fail_wanted(source)
 
     def _is_wanted(self, source: int) -> bool:
         return any(message.peer in (None, source) for message in self._wanted)
 
-    async def _read(self, source: int, line: socket.socket) -> None:
+    async def _read(self, source: int, connection: socket.socket) -> None:
         try:
             while self._is_wanted(source):
-                await self._read_one(source, line)
+                await self._read_one(source, connection)
         except OSError as error:
-            self._lines_in.pop(source).close()
+            self._incoming.pop(source).close()
             if isinstance(error, ConnectionError):
-                self._dead.add(source)
-            self._give_up(source, error)
+                self._ended.add(source)
+            self._fail_wanted(source, error)
         finally:
             self._readers.pop(source, None)
 
-    async def _read_one(self, source: int, line: socket.socket) -> None:
+    async def _read_one(self, source: int, connection: socket.socket) -> None:
         header = bytearray(_HEADER.size)
-        await self._fill(line, memoryview(header))
+        await self._fill(connection, memoryview(header))
         tag, code, count = _HEADER.unpack(header)
         message = self._take_wanted(source, tag)
         if message is not None and (message.code, message.count) == (code, count):
             try:
-                await self._fill(line, message.bytes, message)
+                await self._fill(connection, message.bytes, message)
             except OSError as error:
-                self._end(message, self._why(error, source, message))
+                self._fail(message, self._reason(error, source, message))
                 raise
-            self._open.discard(message)
-            message.finish(source)
+            self._finish(message, source)
             return
         if message is not None:
-            self._wanted.insert(0, message)  # it is still waited for, until all of what does not fit is read
+            self._wanted.insert(0, message)  # it waits until all of the message that does not fit is read
         data = bytearray(count * width_of(code))
-        await self._fill(line, memoryview(data))
-        message = self._take_wanted(source, tag)  # perhaps asked for in the meantime
+        await self._fill(connection, memoryview(data))
+        message = self._take_wanted(source, tag)  # a rank may have asked for it meanwhile
         if message is None:
-            self._early.append((source, tag, code, data))
+            self._unclaimed.append((source, tag, code, data))
         else:
-            self._hand_over(message, source, code, data)
+            self._deliver_read(message, source, code, data)
 
-    async def _fill(self, line: socket.socket, into: memoryview, message: Message | None = None) -> None:
+    async def _fill(self, connection: socket.socket, into: memoryview, message: Message | None = None) -> None:
         while into:
-            got = await self._loop.sock_recv_into(line, into)
+            got = await self._loop.sock_recv_into(connection, into)
             if got == 0:
                 raise ConnectionResetError
             into = into[got:]
@@ -260,16 +255,15 @@ class _Traffic:
                 return self._wanted.pop(place)
         return None
 
-    def _hand_over(self, message: Message, source: int, code: int, data: bytearray) -> None:
-        """Gives a message what was read before it was known where to."""
+    def _deliver_read(self, message: Message, source: int, code: int, data: bytearray) -> None:
+        """Gives a message the bytes that were read before a rank wanted them."""
         count = len(data) // width_of(code)
         if (message.code, message.count) == (code, count):
             message.bytes[:] = data
-            self._open.discard(message)
-            message.finish(source)
+            self._finish(message, source)
             return
         sent, asked = spell(code, count), spell(message.code, message.count)
-        self._end(
+        self._fail(
             message,
             CollectiveMismatch(
                 f"{self._names(source)} sent {sent} where {asked} is to be received; "
@@ -277,28 +271,28 @@ class _Traffic:
             ),
         )
 
-    # ---- the end of others
+    # ---- peers that end
 
-    def _died(self, rank: int) -> None:
-        self._loop.remove_reader(self._watches[rank])
-        self._dead.add(rank)
-        self._accept()  # its connection may be waiting at the door, with its last words
-        # A process that it forked may hold its ends open. What it has sent can still be read.
-        if rank in self._lines_in:
-            self._lines_in[rank].shutdown(socket.SHUT_RD)
+    def _peer_ended(self, rank: int) -> None:
+        self._loop.remove_reader(self._pidfds[rank])
+        self._ended.add(rank)
+        self._accept()  # its connection may still be waiting, with a message
+        # A process that it forked may hold its sockets open. What it has sent can still be read.
+        if rank in self._incoming:
+            self._incoming[rank].shutdown(socket.SHUT_RD)
         else:
-            self._give_up(rank)
-        if rank in self._lines_out:
-            self._lines_out[rank].shutdown(socket.SHUT_WR)
+            self._fail_wanted(rank)
+        if rank in self._outgoing:
+            self._outgoing[rank].shutdown(socket.SHUT_WR)
 
-    def _give_up(self, source: int, error: OSError | None = None) -> None:
-        """Nothing more comes from there."""
-        nobody_left = not self._watches.keys() - (self._dead - self._lines_in.keys())
+    def _fail_wanted(self, source: int, error: OSError | None = None) -> None:
+        """Fails the messages that can only come from there."""
+        nobody_left = not self._pidfds.keys() - (self._ended - self._incoming.keys())
         for message in [m for m in self._wanted if m.peer == source or (m.peer is None and nobody_left)]:
             self._wanted.remove(message)
-            self._end(message, self._why(error, source, message))
+            self._fail(message, self._reason(error, source, message))
 
-    def _why(self, error: OSError | None, peer: int, message: Message) -> Exception:
-        if error is not None and not isinstance(error, ConnectionError):  # this process lacks something
+    def _reason(self, error: OSError | None, peer: int, message: Message) -> Exception:
+        if error is not None and not isinstance(error, ConnectionError):  # an error of this process
             return CollectiveError(f"{message}: {error.strerror}.")
         return PeerLost(f"{self._names(peer)} (pid {self._names.pids[peer]}) has ended or left: {message}.")

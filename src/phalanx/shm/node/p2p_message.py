@@ -1,4 +1,4 @@
-"""One message between two ranks: what is sent or received, and how it is waited for."""
+"""One message between two ranks of a node, as the work that torch waits for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.status import layout
 
 
 class Message(Work):
-    """A send or a receive that somebody can wait for."""
+    """A send or a receive."""
 
     def __init__(
         self, tensor: Tensor, peer: int | None, tag: int, received: bool, names: Names, status_log: StatusLog
@@ -30,7 +30,7 @@ class Message(Work):
         self.code, width = code_of(block)
         self.count = block.numel()
         self.moved = 0.0
-        """When the last piece of it was sent or received, as time.monotonic() has it."""
+        """Time of the last piece that was sent or received, by time.monotonic()."""
         self.bytes = memoryview((ctypes.c_char * (self.count * width)).from_address(block.data_ptr())).cast("B")
 
     def finish(self, peer: int) -> None:
@@ -47,12 +47,12 @@ class Message(Work):
         began = time.monotonic()
         with self._status_log.waiting(layout.RECV if self.received else layout.SEND, self._block, self.peer):
             while (left := max(began, self.moved) + limit - time.monotonic()) > 0:
-                with contextlib.suppress(TimeoutError):  # counted again from the last piece
+                with contextlib.suppress(TimeoutError):  # the limit counts from the last piece
                     return super().wait(timedelta(seconds=max(left, 0.001)))
         raise CollectiveTimeout(f"the timeout of {limit:g} s is over: {self}.")
 
     def _source_rank(self) -> int:
-        """torch asks for it after a receive from anybody."""
+        """torch calls it after a receive from any rank."""
         assert self.peer is not None, "asked before it was received"
         return self.peer
 

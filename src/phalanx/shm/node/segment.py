@@ -1,7 +1,6 @@
-"""The shared memory of a group: how its ranks find it, and how nothing of it is left behind.
+"""The shared memory of a group, as an anonymous file that disappears with its last process.
 
-The first rank makes an anonymous file (memfd), and the others open it under /proc. It has no name, so it is gone
-with the last process that maps it, however that one ends; and the size of /dev/shm does not bind it.
+The first rank makes the file (memfd), and the others open it under /proc. The size of /dev/shm does not limit it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _FILE = "phalanx-shm"
 _LARGEST_SLOT = 1 << 20
 _SMALLEST_SLOT = 1 << 17
 _ALL_SLOTS = 16 << 20
-"""What the slots of all ranks should hold together: about what a shared cache does."""
+"""Bytes of all slots together: about the size of a shared cache."""
 YIELD_MICROSECONDS = 200
 """Microseconds for which a wait yields the core before it sleeps."""
 
 
 def why_not_here() -> str | None:
-    """What this system lacks for shared memory between ranks; None when nothing."""
+    """Returns what this system lacks for shared memory between ranks; None when it lacks nothing."""
     reason = library.why_not()
     if reason is not None:
         return reason
@@ -48,10 +47,10 @@ def why_not_here() -> str | None:
 
 
 class Segment:
-    """A group's shared memory, mapped, with this rank's native handle on it."""
+    """The mapped memory of a group, with the library's handle of this rank."""
 
     def __init__(self, store: Store, claims: Sequence[Claim], rank: int, timeout: float, names: Names) -> None:
-        """``claims`` are those of its ranks, in order, all on this machine; ``rank`` is this one's place among them."""
+        """``claims`` are those of the group's ranks, all on this machine; ``rank`` is the index of this one."""
         size = len(claims)
         if size > library.MAX_RANKS:
             raise UsageError(f"backend 'shm' takes at most {library.MAX_RANKS} ranks, not {size}; use gloo.")
@@ -74,7 +73,7 @@ class Segment:
             self.pidfds = pidfds = [-1 if other == rank else _watch(claims[other]) for other in range(size)]
             self.handle = self._open_handle(rank, pidfds)
             self._leave = weakref.finalize(self, _leave, self._lib, self.handle, pidfds, os.getpid())
-            self._leave.atexit = False  # the end of the process does the rest, and peers see it by the pidfd
+            self._leave.atexit = False  # the end of the process closes everything, and peers see it by the pidfd
             # Until all have mapped the file, the first rank must keep it open.
             self.run(
                 library.Call(
@@ -98,19 +97,19 @@ class Segment:
         return handle.value
 
     def set_log(self, log: library.Log | None) -> None:
-        """From now on what runs here is noted in the page that this log tells of, if there is one."""
-        self._log = log  # as long as the handle, which refers to it
+        """Makes the library write what it runs to the status page of this log, or nowhere."""
+        self._log = log  # the handle refers to it
         self._lib.phx_keep_log(self.handle, None if log is None else ctypes.byref(log))
 
     def run(self, call: library.Call) -> None:
-        """Runs a collective to its end. A signal is dealt with as anywhere in Python, and may end it by raising."""
+        """Runs a collective to its end. Signal handlers run meanwhile, and one that raises ends it."""
         try:
             result = self._lib.phx_run(self.handle, ctypes.addressof(call))
             while result == library.INTERRUPTED:
                 result = self._lib.phx_resume(self.handle)
         except BaseException:
             if self._lib.phx_is_interrupted(self.handle):
-                self.abort()  # its half is missing for ever
+                self.abort()  # the others would wait for this rank
             raise
         if result == library.FAILED:
             raise self.failure()
@@ -119,7 +118,7 @@ class Segment:
             raise UsageError(f"{name} was refused: {library.refusal(result)}. Nothing has been exchanged.")
 
     def failure(self) -> Exception:
-        """The group's first failure, as an exception."""
+        """Returns the group's first failure, as an exception."""
         record = library.Failure()
         self._lib.phx_get_failure(self.handle, ctypes.byref(record))
         return failures.to_exception(record, self._names)
@@ -131,18 +130,18 @@ class Segment:
         return record.kind != library.NO_FAILURE
 
     def abort(self) -> None:
-        """Ends every wait in the group, on every rank; the group is of no use afterwards."""
+        """Ends every wait in the group, on every rank. The group cannot be used afterwards."""
         self._lib.phx_abort(self.handle)
 
     def close(self) -> None:
-        """Leaves the group. Nothing may run in it any more."""
+        """Leaves the group. No collective may be running."""
         self._leave()
         self._memory.close()
 
 
 def _leave(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child has a copy of all this, but no seat of its own
+        return  # a forked child has a copy of this, but is no rank
     lib.phx_close(handle)
     for fd in pidfds:
         if fd >= 0:
@@ -150,7 +149,7 @@ def _leave(lib: ctypes.CDLL, handle: int, pidfds: list[int], owner: int) -> None
 
 
 def _await_file(store: Store, owner: Claim, timeout: float) -> int:
-    """The owner's descriptor of the file, which it has made or is about to make."""
+    """Waits for the owner's descriptor of the file."""
 
     def died(_: float) -> PeerLost | None:
         return PeerLost(f"{owner} ended while the group was being formed.") if owner.has_died else None
@@ -161,10 +160,10 @@ def _await_file(store: Store, owner: Claim, timeout: float) -> int:
 
 
 def _open(owner: Claim, fd: int) -> int:
-    """Both numbers come from the store: they must lead to a memory file that a process of this user has made."""
+    """Opens the file. Both numbers come from the store, so it must be a memory file of this user."""
     path = procfs.fd_path(owner.pid, fd)
     try:
-        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # nothing happens to whatever it is
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does nothing to a file of another kind
         try:
             return _checked(found, path)
         finally:

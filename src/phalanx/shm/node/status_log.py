@@ -1,4 +1,4 @@
-"""What a group does, noted in the status page of this rank, if it has one."""
+"""The collectives and messages of a group in the status page of this rank, if it has one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES = {getattr(torch, layout.DTYPES[code]): code for code in range(1, _OTHER
 
 
 class StatusLog(dict[tuple[int, torch.dtype | None], int]):
-    """Of one group: operation and type to the page's number for both. None is the type of what carries nothing."""
+    """The page's numbers for the operations of one group, by operation and type; the type is None without a tensor."""
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
         return kind
 
     def native_log(self) -> library.Log | None:
-        """With this, the C library writes the page itself while a collective runs."""
+        """Returns the record by which the C library writes to the page while a collective runs."""
         if self.page is None:
             return None
         memory = ctypes.addressof(ctypes.c_char.from_buffer(self.page.memory))
@@ -52,6 +52,6 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
         )
 
     def waiting(self, op: int, tensor: Tensor, peer: int | None) -> AbstractContextManager[None]:
-        """While a message is waited for."""
+        """Shows in the page that this rank waits for a message."""
         peer = layout.NO_PEER if peer is None else peer
         return status.waiting(op, self[op, tensor.dtype], peer, tensor.numel())

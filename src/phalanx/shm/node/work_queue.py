@@ -1,8 +1,8 @@
-"""One collective of a group after the other, whichever threads ask for them, and what an asynchronous one returns.
+"""Runs the collectives of a group one after the other, whichever threads start them.
 
-A synchronous call runs in the thread that makes it; an asynchronous one in the lane's own thread. What a finished
-collective calls back runs before the next collective starts, and collectives that it asks for run at once, in the
-same thread. So their order is the same on every rank, and a callback that waits for one (PowerSGD's does) cannot
+A synchronous call runs in the thread that makes it, an asynchronous one in the thread of the queue. The callbacks of a
+finished collective run before the next collective starts, and collectives that they start run at once, in the same
+thread. So the order is the same on every rank, and a callback that waits for a collective (PowerSGD's does) cannot
 wait for itself.
 """
 
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,12 @@ from phalanx.status import StatusPage
 from phalanx.status.layout import NO_PEER
 
 _NO_LIMIT = timedelta(0)
-# Frames at the top of the stack when a collective begins: of the page, the lane and the group, of torch.distributed's
-# function and of the logging around it. To look at one costs a tenth of a microsecond.
 _OWN_FRAMES = 5
+"""Frames above the user's when a collective begins: the page, the queue, the group, torch.distributed's function and
+its logging. Looking at one costs a tenth of a microsecond."""
 
-# DDP's join hands a work to C++, which keeps its C++ half only; without its Python half it can neither be waited for
-# nor give its future. So the latest ones are kept, if what they hold is small: join's has one element.
+# DDP's join gives a work to C++, which keeps only the C++ half; without the Python half there is no wait and no future.
+# So the latest works are kept here if their results are small: that of join has one element.
 _KEPT = 256
 _SMALL = 64
 
@@ -45,7 +44,7 @@ class _Raised:
         self.error = error
 
 
-def _value_or_raise(future: Future[Any]) -> Any:
+def _value_or_raise(future: Future[list[Tensor] | _Raised]) -> list[Tensor]:
     global _last_raised
     value = future.value()
     if isinstance(value, _Raised):
@@ -58,7 +57,7 @@ _last_raised: BaseException | None = None
 
 
 def original_error(error: RuntimeError) -> BaseException | None:
-    """Our own exception, if C++ has made a RuntimeError with its text of it on the way."""
+    """Returns the exception that C++ has turned into this RuntimeError, known by its text."""
     return _last_raised if _last_raised is not None and str(_last_raised) in str(error) else None
 
 
@@ -71,20 +70,19 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._ender: int | None = None
         self._pending = threading.Lock()
-        self._pending.acquire()  # until it has ended; waiting for a lock can be interrupted by a signal
-        self._base: Future[Any] = Future()
-        self._future: Future[Any] | None = None
+        self._pending.acquire()  # until the end; a signal can interrupt a wait for a lock
+        self._base: Future[list[Tensor] | _Raised] = Future()
+        self._future: Future[list[Tensor]] | None = None
 
     def end(self, error: BaseException | None) -> None:
-        """Called once, by the lane. Runs what hangs on the future."""
+        """Ends the work, once, and runs the callbacks of its future."""
         self._error = error
         self._ender = threading.get_ident()
-        # The error goes in as a value: Future.set_exception is seen by Python alone, and DDP's C++ would go on as if
-        # nothing had happened.
+        # The error is set as a value: only Python sees Future.set_exception, and DDP's C++ would continue without it.
         try:
             self._base.set_result(self._result if error is None else _Raised(error))
         finally:
-            self._pending.release()  # last: who has waited may rely on the future, as DDP's C++ does
+            self._pending.release()  # last: DDP's C++ reads the future after waiting
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         limit = timeout.total_seconds()
@@ -107,8 +105,8 @@ class Work(dist.Work):
             if page is not None and blocks:
                 page.unblock()
 
-    def get_future(self) -> Future[Any]:
-        # An exception that leaves a callback is seen by C++ too, so the future handed out is one step further.
+    def get_future(self) -> Future[list[Tensor]]:
+        # C++ does see the exception of a callback, so this future is that of a callback that raises it.
         if self._future is None:
             self._future = self._base.then(_value_or_raise)
         return self._future
@@ -131,13 +129,12 @@ class Work(dist.Work):
 
 
 class Finished(dist.Work):
-    """What a synchronous call returns: there is nothing to wait for. One serves all calls; making one takes longer
-    than a short collective."""
+    """The work of a synchronous call. One serves all calls: making one takes longer than a short collective."""
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         return True
 
-    def get_future(self) -> Future[Any]:
+    def get_future(self) -> Future[list[Tensor]]:
         raise UsageError("a synchronous collective has no future; ask for one with async_op=True.")
 
     def is_completed(self) -> bool:
@@ -148,29 +145,29 @@ class Finished(dist.Work):
 
 
 class WorkQueue:
-    """The order of a group's collectives."""
+    """The collectives of one group, in order."""
 
     def __init__(self, name: str, page: StatusPage | None, log: library.Log | None = None) -> None:
-        """``log``: by which the C library writes into the page what it runs; without one, it is done here."""
+        """``log``: the C library writes to the page by it; without one, the queue does."""
         self._name, self.page, self.log = name, page, log
         self._number = 0
-        """Of the last collective that was asked for."""
+        """Number of the last collective that was started."""
         self._turn = threading.RLock()
         self._running = False
         self._calling_back: int | None = None
-        """The thread that holds the turn and runs callbacks."""
+        """Thread that runs callbacks now."""
         self._queue: deque[tuple[Callable[[], None], Work, int]] = deque()
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._recent: deque[Work] = deque(maxlen=_KEPT)
         self.closed: str | None = None
         self.count = 0
-        """Of the collectives so far."""
+        """Number of finished collectives."""
         self.seconds = 0.0
-        """That they have taken, with the waiting for other ranks."""
+        """Seconds that they took, with the waiting for other ranks."""
 
-    def now(self, kind: int, size: int, run: Callable[..., None], *arguments: Any) -> None:
-        """Runs it in this thread, after everything that was asked for before. ``kind`` and ``size``: for the page."""
+    def now(self, kind: int, size: int, run: Callable[..., None], *arguments: object) -> None:
+        """Runs a collective in this thread, after all that are queued. ``kind`` and ``size`` are for the page."""
         self._number = number = self._number + 1
         page, log, entry = self.page, self.log, 0
         if page is not None and log is None:
@@ -183,7 +180,7 @@ class WorkQueue:
             self._run(entry, run, *arguments)
 
     def later(self, kind: int, size: int, run: Callable[[], None], result: list[Tensor]) -> Work:
-        """Runs it in the lane's thread."""
+        """Queues a collective for the thread of the queue."""
         self._number = number = self._number + 1
         entry = 0 if self.page is None else self.page.begin(kind, number, size, False, NO_PEER, _OWN_FRAMES)
         work = Work(result)
@@ -199,7 +196,7 @@ class WorkQueue:
         return work
 
     def close(self, reason: str) -> None:
-        """Ends the thread when what was asked for is done; further calls raise."""
+        """Ends the thread when the queue is empty; further calls raise."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._wake.put(False)
             self._thread.join()
@@ -209,16 +206,16 @@ class WorkQueue:
     def _start(self) -> None:
         with self._turn:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._live, name=f"phalanx-shm-{self._name}", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name=f"phalanx-shm-{self._name}", daemon=True)
                 self._thread.start()
 
-    def _live(self) -> None:
-        # A new thread has as many threads for its arithmetic as there are cores until torch is asked. What a callback
-        # computes would then differ in its last bit from what another rank computes in its main thread.
+    def _serve(self) -> None:
+        # Until torch is asked, a new thread computes with one thread per core. The result of a callback would then
+        # differ in its last bit from that of another rank's main thread.
         torch.get_num_threads()
         while self._wake.get():
             with self._turn:
-                if self._queue:  # a synchronous call may have caught up already
+                if self._queue:  # a synchronous call may have run it already
                     self._perform(*self._queue.popleft())
 
     def _catch_up(self) -> None:
@@ -233,9 +230,9 @@ class WorkQueue:
             self.page.start(entry)
         try:
             self._run(entry, run)
-        except Exception as raised:  # noqa: BLE001 (whoever waits for the work raises it)
+        except Exception as raised:  # noqa: BLE001 (wait raises it)
             error = raised
-        except BaseException as raised:  # a signal's: it is also this thread's own
+        except BaseException as raised:  # of a signal: raised in this thread too
             work.end(raised)
             raise
         before, self._calling_back = self._calling_back, threading.get_ident()
@@ -244,7 +241,7 @@ class WorkQueue:
         finally:
             self._calling_back = before
 
-    def _run(self, entry: int, run: Callable[..., None], *arguments: Any) -> None:
+    def _run(self, entry: int, run: Callable[..., None], *arguments: object) -> None:
         if self.closed:
             raise UsageError(self.closed)
         if self._running:
