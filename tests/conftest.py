@@ -83,6 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
         own = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED")
         if name.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC_")) or name in own:
             del os.environ[name]
+    # A thread of OpenMP that waits spins by default. Tests share the cores, so most of their time would go into that.
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     # A shell may have started this session with Ctrl-C ignored, which every process below would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
