@@ -263,6 +263,7 @@ def test_ctrl_c_while_a_rank_is_blocked_and_another_cleans_up(script, tmp_path: 
     assert (tmp_path / "saved-1").exists()
 
 
+@pytest.mark.in_company
 def test_a_script_that_closes_what_is_not_its_own(phalanx: Runner, script, tmp_path: Path) -> None:
     """As programs do that become daemons. What we would have told goes neither into its files nor to nowhere."""
     name = script(
@@ -355,6 +356,7 @@ def test_a_survivor_ignores_sigterm(phalanx: Runner, script, tmp_path: Path) -> 
     assert 1.0 <= fault_to_end(tmp_path) <= 2.5
 
 
+@pytest.mark.in_company
 def test_ctrl_c_while_the_ranks_are_being_started(script, tmp_path: Path) -> None:
     """Those that are on their way when the signal comes are told as well; those that are not yet are called off."""
     name = script("import time; print('up', flush=True); time.sleep(60)")
@@ -427,6 +429,7 @@ def test_nohup_is_respected(script, tmp_path: Path) -> None:
     assert (agent.returncode, out) == (0, "finished\n")
 
 
+@pytest.mark.in_company
 def test_an_interrupt_before_anything_has_started(script, tmp_path: Path) -> None:
     agent = start("-m", "phalanx", "run", "--nproc-per-node", "2", script("print('no')"), cwd=tmp_path)
     assert agent.stderr is not None
@@ -542,6 +545,7 @@ def test_the_old_attempt_is_gone_before_the_next_starts(phalanx: Runner, script)
     assert outcome.out == "left over: False\n"
 
 
+@pytest.mark.in_company
 def test_slow_clean_up_after_the_exception(phalanx: Runner, script) -> None:
     """The others lose their connection first and say so; the cause is still the rank that raised."""
     name = script(

@@ -23,6 +23,7 @@ import phalanx as px
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.world import World
 from tests.conftest import REPOSITORY, Runner
+from tests.ranks.test_examples import perform
 
 RunRanks = Callable[..., list[Any]]
 _SAMPLES = 90
@@ -272,11 +273,13 @@ def _telling(kind: type[Exception], told: list[str]) -> Any:
         raise AssertionError(f"no {kind.__name__}")
 
 
-def test_the_script_of_the_documentation_goes_on_after_a_kill(tmp_path: Path, phalanx: Runner) -> None:
+def test_the_script_of_the_documentation_goes_on_after_a_kill(
+    tmp_path: Path, phalanx: Runner, run_ranks: RunRanks
+) -> None:
     """Rank 1 is killed once, in the first epoch or in the second; the weights at the end are those of a quiet run."""
     page = (REPOSITORY / "docs/recovery.md").read_text()
     (script,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "quiet.py").write_text(script.replace('"checkpoints"', '"quiet"'))
+    (tmp_path / "quiet.py").write_text(script.replace('"checkpoints"', f'"{tmp_path}/quiet"'))
     kill = (
         "                import os; state.step == 75 and world.rank and os.path.exists('fuse') and (os.remove('fuse'), "
     )
@@ -285,9 +288,9 @@ def test_the_script_of_the_documentation_goes_on_after_a_kill(tmp_path: Path, ph
     assert place in script
     (tmp_path / "killed.py").write_text(script.replace(place, kill + place))
     (tmp_path / "fuse").touch()
-    flags = ["run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    quiet = [line for line in phalanx(*flags, "quiet.py").lines if "step" in line and "epoch" not in line]
-    outcome = phalanx(*flags, "killed.py")
+    printed, _ = run_ranks(perform, 2, str(tmp_path / "quiet.py"), (), {}, join_group=False)
+    quiet = [f"[rank 0] {line}" for line in printed.splitlines() if "step" in line and "epoch" not in line]
+    outcome = phalanx("run", "--nproc-per-node", "2", "--max-restarts", "1", "killed.py")
     assert outcome.code == 0, outcome.err
     first, again, end = [line for line in outcome.lines if "step" in line and "epoch" not in line]
     assert quiet == [first, end]

@@ -36,10 +36,14 @@ OTHER_VERSIONS = ("make test-torch ", "make test-python ")
 """They load gigabytes; tests/ranks/test_versions.py holds what they run."""
 
 
-# Commands that differ from one that is run in a flag only, by that one; what the flag does, other tests see.
+# Commands that differ from one that is run in a flag or in the launcher only, by that one; what these do, others see.
 SEEN_IN = {
     "phalanx run --nproc-per-node 2 examples/comm/all_reduce.py": (
         "phalanx run --nproc-per-node 4 examples/comm/all_reduce.py"
+    ),
+    # The launcher is run with examples/launch_style.py.
+    "python -m phalanx.launch --nproc_per_node=4 examples/reference.py": (
+        "phalanx run --nproc-per-node 4 examples/reference.py"
     ),
     # test_the_spelling_follows_the_script[use-env]
     "python -m phalanx.launch --use-env --nproc_per_node=4 examples/launch_style.py": (

@@ -191,7 +191,6 @@ def the_readmes_script(outcome: Outcome) -> None:
 
 EXPECTED: dict[str, Callable[[Outcome], None]] = {
     "phalanx run --nproc-per-node 4 examples/reference.py": reference,
-    "python -m phalanx.launch --nproc_per_node=4 examples/reference.py": reference,
     "python examples/reference.py --spawn 4": reference,
     "phalanx run --nproc-per-node 2 examples/digits.py": digits,
     "phalanx run --nproc-per-node 2 examples/gpt.py --steps 40 --width 32 --layers 1 --context 32": gpt,
