@@ -16,10 +16,10 @@ import torch.distributed as dist
 from common import Order, main, mlp, mlp_batch, run_rank, stepper
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx import status
 from phalanx.bench.commands import Settings, Step, job
 from phalanx.bench.common import Benchmark, Flag, Row, compare, counts, positive, seconds
 from phalanx.bench.ranks import Contender, Turns
+from phalanx.status import own_page
 
 WITHOUT, WITH = "without", "with"
 Calls = Sequence[Callable[[], object]]
@@ -37,12 +37,12 @@ def tables(rows: Sequence[Row], _: Settings) -> list[str]:
 
 
 def measure(turns: Turns, groups: dict[str, Any], order: Order) -> None:
-    assert status.own() is not None, "phalanx run has made it"
+    assert own_page.current() is not None, "phalanx run has made it"
     # Many short ones: what is looked for is less than what the machine's speed changes by from second to second.
     turns.most_rounds = 2000
 
     def record(on: bool) -> None:
-        status.record(on)
+        own_page.switch(on)
         groups["shm"].record(on)
 
     work = {"all_reduce of 4 B": functools.partial(_all_reduces, order["calls"])}

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from phalanx import env, status, torch_compat
+from phalanx import env, torch_compat
 from phalanx.errors import UsageError
-from phalanx.status import layout, notices
+from phalanx.status import layout, notices, own_page
 from phalanx.store import vote
 from phalanx.torch_compat import c10d
 
@@ -163,7 +163,7 @@ def _noting(plain: Callable[..., None]) -> Callable[..., None]:
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
         if backend == "shm":
             require_shm()
-        with status.phase(layout.JOINING), status.waiting(layout.INIT_PROCESS_GROUP):
+        with own_page.phase(layout.JOINING), own_page.waiting(layout.INIT_PROCESS_GROUP):
             plain(backend, *args, **kwargs)
 
     return init_process_group

@@ -20,10 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import events, status
+from phalanx import events
 from phalanx.diagnose import inspect_command, report_command
 from phalanx.errors import ForeignData, UsageError
 from phalanx.shm.node import p2p, segment
+from phalanx.status import layout
+from phalanx.status.page import StatusPage
 from phalanx.store.join import Claim
 from tests.conftest import WITHOUT_TORCH, Runner, by_rank, free_port
 from tests.contact.conftest import FULL
@@ -284,7 +286,7 @@ def test_reading_the_directory_of_another_user(place: Path, capsys: pytest.Captu
     Nothing is waited for, nobody is asked or signalled, and what is wrong is one sentence.
     """
     base = owned(place / "run", ATTACKER)
-    run_file, page = base / events.RUN_FILE, status.status_path(base, 0)
+    run_file, page = base / events.RUN_FILE, layout.status_path(base, 0)
     for content in ("[]", "{}", '{"host": 1}'):
         run_file.write_text(content)
         for main in (report_command.main, lambda argv: inspect_command.main(argv, no_stacks)):
@@ -296,7 +298,7 @@ def test_reading_the_directory_of_another_user(place: Path, capsys: pytest.Captu
         inspect_command.main([str(base)], no_stacks)
     page.unlink()
     os.chown(base, 0, 0)
-    status.StatusPage(page)  # of this process, which is root's
+    StatusPage(page)  # of this process, which is root's
     asked = []
     for owner in (ATTACKER, 0):
         os.chown(page, owner, owner)

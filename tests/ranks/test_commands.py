@@ -19,8 +19,10 @@ import pytest
 from torch import nn
 
 import phalanx as px
-from phalanx import events, run_files, status
+from phalanx import events, run_files
 from phalanx.events import RunFile
+from phalanx.status import layout
+from phalanx.status.page import StatusPage
 from tests.conftest import REPOSITORY, Outcome
 from tests.ranks.test_examples import EXPECTED
 
@@ -93,7 +95,7 @@ def test_a_shown_command_works(command: str, tmp_path: Path) -> None:
     if command.startswith("phalanx inspect"):
         directory = run_files.new_run_directory(tmp_path / "runs", "20260101-000000-1")
         events.write_record(directory / events.RUN_FILE, RunFile(socket.gethostname(), time.time()))
-        status.StatusPage(status.status_path(directory, 0))
+        StatusPage(layout.status_path(directory, 0))
     outcome = run(command, tmp_path)
     assert outcome.code == FAILS_ON_PURPOSE.get(command, 0), outcome.out + outcome.err
     if command in EXPECTED:

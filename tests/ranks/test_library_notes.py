@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx import status
-from phalanx.status import Collective, Status, layout
+from phalanx.status import layout, own_page, reading
+from phalanx.status.reading import Collective, Status
 from phalanx.world import World
 
 RunRanks = Callable[..., list[Any]]
@@ -23,12 +23,12 @@ RunRanks = Callable[..., list[Any]]
 def recorded_group(directory: Path, world: World) -> Any:
     """A group that is made when there is a page."""
     torch.set_num_threads(1)
-    status.begin(directory, world.rank, world.size)
+    own_page.begin(directory, world.rank, world.size)
     return dist.new_group(backend="shm")
 
 
 def page_of(directory: Path, rank: int) -> Status:
-    found = status.read(status.status_path(directory, rank))
+    found = reading.read(layout.status_path(directory, rank))
     assert found is not None
     return found
 
@@ -87,7 +87,7 @@ def test_one_after_the_other(run_ranks: RunRanks, tmp_path: Path) -> None:
 
 def times(world: World, directory: Path) -> Status:
     group = recorded_group(directory, world)
-    page = status.own()
+    page = own_page.current()
     assert page is not None
     page.enter(layout.FORWARD)
     if world.rank == 1:

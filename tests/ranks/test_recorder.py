@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from phalanx import messages, status
+from phalanx import messages
+from phalanx.status import layout, reading
 from tests.conftest import Runner
 
 SCRIPT = """
@@ -17,7 +18,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader
-from phalanx import messages, status
+from phalanx import messages
+from phalanx.status import layout, own_page, reading
 
 def fields(record):
     return json.loads(messages.encode(record))
@@ -34,8 +36,9 @@ def train(model, rank):
 
 def look(path):
     # From another process, as anybody would.
-    code = ("import sys, json; from pathlib import Path; from phalanx import messages, status; p = Path(sys.argv[1]);"
-            "ok = status.ask(p, 5.0); print(messages.encode([ok, status.read(p)]).decode())")
+    code = ("import sys, json; from pathlib import Path; from phalanx import messages;"
+            "from phalanx.status import reading; p = Path(sys.argv[1]);"
+            "ok = reading.ask(p, 5.0); print(messages.encode([ok, reading.read(p)]).decode())")
     import subprocess
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -43,34 +46,34 @@ def look(path):
 class Slow(torch.utils.data.Dataset):
     def __len__(self): return 2
     def __getitem__(self, i):
-        os.kill(os.getpid(), status.STACK_SIGNAL)
+        os.kill(os.getpid(), layout.STACK_SIGNAL)
         return i
 
 if __name__ == "__main__":
-    started = status.read(status.status_path(directory(), int(os.environ["RANK"]))).phase
+    started = reading.read(layout.status_path(directory(), int(os.environ["RANK"]))).phase
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(7, dtype=torch.float64), group=pair)
     train(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10)), rank)
-    own = status.status_path(directory(), rank)
-    assert status.ask(own, 5.0)  # of gloo's groups it knows by looking at them
-    after = fields(status.read(own))
+    own = layout.status_path(directory(), rank)
+    assert reading.ask(own, 5.0)  # of gloo's groups it knows by looking at them
+    after = fields(reading.read(own))
     if rank == 1:
         if os.fork() == 0:  # nothing of the rank's page is the child's
             torch.optim.SGD([torch.ones(3, requires_grad=True)]).step()
-            os._exit(0 if status.own() is None else 1)
+            os._exit(0 if own_page.current() is None else 1)
         assert os.wait()[1] == 0
         torch.save(torch.ones(3), directory() / "x.pt")
         list(DataLoader(Slow(), num_workers=1))
         found = None
         while not found:  # until rank 0 waits
-            answered, other = look(status.status_path(directory(), 0))
+            answered, other = look(layout.status_path(directory(), 0))
             found = [c for c in other["collectives"] if c["state"] == "running"]
-        os.kill(os.getpid(), status.STACK_SIGNAL)
+        os.kill(os.getpid(), layout.STACK_SIGNAL)
         (directory() / "seen.json").write_text(json.dumps(
             {"started": started, "after": after, "waiting": other, "answered": answered,
-             "saved": fields(status.read(own))}))
+             "saved": fields(reading.read(own))}))
         dist.send(torch.ones(5), 0)  # SEND
         dist.recv(torch.ones(5), src=0)
         if sys.argv[1] == "raise":
@@ -83,8 +86,8 @@ if __name__ == "__main__":
 """
 
 
-def as_status(fields: object) -> status.Status:
-    return messages.fit(fields, status.Status, "here")
+def as_status(fields: object) -> reading.Status:
+    return messages.fit(fields, reading.Status, "here")
 
 
 def line_of(mark: str) -> int:
@@ -122,11 +125,11 @@ def test_what_a_rank_writes(backend: str, end: str, phalanx: Runner, script: Any
     assert (pair.op, pair.size, pair.number, pair.group != "0") == ("all_reduce", 7, 1, True)
 
     # After its end a rank's page says what it did last.
-    last = status.read(status.status_path(directory, 1))
+    last = reading.read(layout.status_path(directory, 1))
     assert last is not None
     assert [one.size for one in last.collectives if one.op == "all_reduce" and one.group == "0"][-5:] == [110] * 5
     # Stacks: of a loader's worker, and of the rank itself.
-    stacks = status.stacks_path(directory, 1).read_text()
+    stacks = layout.stacks_path(directory, 1).read_text()
     assert re.search(r'train.py", line \d+ in __getitem__', stacks)
     assert re.search(r'train.py", line \d+ in <module>', stacks)
     if backend == "as-written":

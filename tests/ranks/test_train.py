@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import phalanx as px
-from phalanx import status
 from phalanx import world as worlds
+from phalanx.status import reading
 from phalanx.world import World
 from tests.conftest import Outcome
 
@@ -195,7 +195,7 @@ def test_the_line_and_the_files_of_a_run(phalanx: Runner, tmp_path: Path) -> Non
         assert [event["epoch"] for event in events if event["event"] == "epoch"] == [0, 1]
         assert events[-1]["values"] == {"loss": rank + 1}
         assert events[-1]["samples"] == 120
-        page = status.read(directory / f"rank-{rank}.status")
+        page = reading.read(directory / f"rank-{rank}.status")
         assert page is not None
         assert (page.epoch, page.step, page.phase) == (1, 30, "done")
 

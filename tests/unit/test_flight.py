@@ -16,9 +16,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import status
-from phalanx.recorder import flight_reader, p2p, phases, waits
-from phalanx.status import StatusPage, layout
+from phalanx.recorder import flight_reader, phases, waits
+from phalanx.recorder.around import around
+from phalanx.status import layout, own_page, reading
+from phalanx.status.page import StatusPage
 from phalanx.torch_compat import flight_recorder
 
 
@@ -42,15 +43,15 @@ def recorders(*found: dict[str, tuple[int, int]]) -> Any:
 
 @pytest.fixture
 def _with_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process has one. Pytest would keep what a fixture gives for too long, so it is had from `own_page`."""
-    monkeypatch.setattr(status, "_own", StatusPage(tmp_path / "rank-0.status"))
+    """This process has one. Pytest would keep what a fixture gives for too long, so it is had from `current_page`."""
+    monkeypatch.setattr(own_page, "_own", StatusPage(tmp_path / "rank-0.status"))
     yield
     monkeypatch.undo()
     gc.collect()  # the traceback of what was raised on purpose holds it
 
 
-def own_page() -> StatusPage:
-    found = status.own()
+def current_page() -> StatusPage:
+    found = own_page.current()
     assert found is not None
     return found
 
@@ -58,20 +59,20 @@ def own_page() -> StatusPage:
 def test_nccl_has_a_recorder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     both = recorders({"0": (5, 4), "1": (-1, -1)}, {"0": (7, 7), "2": (3, 1)})
     monkeypatch.setattr(flight_recorder, "dumps", both)
-    assert flight_reader.how_far() == {"0": (12, 11), "1": (0, 0), "2": (3, 1)}
+    assert flight_reader.group_progress() == {"0": (12, 11), "1": (0, 0), "2": (3, 1)}
     assert [entry["time_created_ns"] for entry in flight_reader.entries()] == [9, 10, 19, 20]
     monkeypatch.setattr(flight_recorder, "dumps", recorders({"0": (7, 7)}))
-    assert flight_reader.is_there()
-    assert flight_reader.how_far() == {"0": (7, 7)}
+    assert flight_reader.is_recording()
+    assert flight_reader.group_progress() == {"0": (7, 7)}
 
 
 def test_an_old_torch_or_one_that_is_told_not_to_records_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert flight_reader.is_there()
+    assert flight_reader.is_recording()
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
-    assert not flight_reader.is_there()
+    assert not flight_reader.is_recording()
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE")
     monkeypatch.setattr(flight_recorder, "dumps", list)
-    assert not flight_reader.is_there()
+    assert not flight_reader.is_recording()
 
 
 @pytest.mark.usefixtures("_with_page")
@@ -80,12 +81,12 @@ def test_a_look_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(flight_reader, "_LOOK_EVERY", 0.001)
     looks = iter([OSError("no space"), OSError("no space"), SystemExit()])  # the last one ends it
 
-    def look(_: flight_reader.Reader) -> None:
+    def look(_: flight_reader.FlightReader) -> None:
         raise next(looks)
 
-    monkeypatch.setattr(flight_reader.Reader, "look", look)
+    monkeypatch.setattr(flight_reader.FlightReader, "look", look)
     with pytest.raises(SystemExit):
-        flight_reader.Reader(own_page()).live()
+        flight_reader.FlightReader(current_page()).run()
     assert (
         capsys.readouterr().err
         == "phalanx: what this rank does could not be recorded (OSError: no space); trying again\n"
@@ -109,31 +110,32 @@ def test_groups_that_are_made_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_other_side_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: {"pair": {0: 4, 1: 6}}[group][rank])
-    assert p2p._peer({"src": 3}, "pair") == 3
-    assert p2p._peer({"src": None, "group_src": 1}, "pair") == 6
-    assert p2p._peer({"group_dst": 0}, "pair") == 4
-    assert p2p._peer({"dst": 0}, "pair") == 0
-    assert p2p._peer({}, "pair") is None
+    pair: Any = "pair"
+    assert waits.peer_of({"src": 3}, pair) == 3
+    assert waits.peer_of({"src": None, "group_src": 1}, pair) == 6
+    assert waits.peer_of({"group_dst": 0}, pair) == 4
+    assert waits.peer_of({"dst": 0}, pair) == 0
+    assert waits.peer_of({}, pair) is None
 
 
 @pytest.mark.usefixtures("_with_page")
 def test_a_thread_beside_the_loop_says_nothing_of_its_phase(tmp_path: Path) -> None:
-    page = own_page()
+    page = current_page()
     seen: list[str] = []
 
     def save() -> None:
-        found = status.read(tmp_path / "rank-0.status")
+        found = reading.read(tmp_path / "rank-0.status")
         assert found is not None
         seen.append(found.phase)
 
     page.enter(layout.FORWARD)
-    noted = phases._in_phase(layout.CHECKPOINT, save)
+    noted = around(phases._save)(save)
     noted()
     thread = threading.Thread(target=noted)
     thread.start()
     thread.join()
     assert seen == ["checkpoint", "forward"]
-    backward = phases._going_backward(save)
+    backward = around(phases._backward)(save)
     thread = threading.Thread(target=lambda: (backward(), noted()))  # a loop that is not in the main thread
     thread.start()
     thread.join()
@@ -148,9 +150,9 @@ def test_the_end_of_a_wait_is_progress_whatever_the_backend(tmp_path: Path) -> N
     def give_up() -> None:
         raise TimeoutError
 
-    before = status.pulse(path)
+    before = reading.pulse(path)
     with pytest.raises(TimeoutError):
-        waits._waiting(give_up)()
-    assert status.pulse(path) == before
-    waits._waiting(lambda: None)()
-    assert status.pulse(path) != before
+        around(waits._wait)(give_up)()
+    assert reading.pulse(path) == before
+    around(waits._wait)(lambda: None)()
+    assert reading.pulse(path) != before

@@ -19,9 +19,10 @@ from phalanx import messages
 from phalanx.events import ThreadDeath
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
-from phalanx.status import CodeLine, Collective, Group, Status, rank_record
+from phalanx.status import rank_record
 from phalanx.status.rank_record import Child, RankRecord, Vitals
-from phalanx.status.stack_parser import Line, Thread, enclosing_loops, from_faulthandler, from_py_spy
+from phalanx.status.reading import CodeLine, Collective, Group, Status
+from phalanx.status.stack_parser import Thread, enclosing_loops, from_faulthandler, from_py_spy
 from phalanx.system import procfs, tcp_bytes
 from phalanx.watchdog.stall.classify import find_hang
 from phalanx.watchdog.stall.dump_file import dump_lines, stack_lines
@@ -29,13 +30,12 @@ from phalanx.watchdog.stall.proc_sampler import ProcSampler
 from phalanx.watchdog.stall.stall_text import go_on, headline, those, verdict_lines
 from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
-STEP = CodeLine("train.py", 48, "step")
-CALLS = {"train.py:48": "loss.backward()", "train.py:60": "dist.broadcast(x, 0)", "train.py:61": "dist.barrier()"}
+STEP = CodeLine("train.py", 48, "step", "loss.backward()")
 LIBRARY = "/usr/lib/python3.11/"
 TORCH = LIBRARY + "site-packages/torch/"
 
 
-def call(number: int = 812, op: str = "all_reduce", state: str = "running", place: CodeLine | None = STEP, **more):
+def call(number: int = 812, op: str = "all_reduce", state: Any = "running", place: CodeLine | None = STEP, **more):
     known = {"group": "0", "dtype": "float32", "size": 25_557_032, "peer": None, **more}
     ended = 2.0 if state == "done" else None
     return Collective(
@@ -50,19 +50,19 @@ def page(rank: int, collectives: Sequence[Collective], ranks: int, **more) -> St
     return Status(pid=100 + rank, rank=rank, world_size=ranks, started_at=0.0, collectives=tuple(collectives), **known)
 
 
-def line(text: str, file: str = "data.py", number: int = 40, function: str = "load", **more) -> Line:
-    return Line(file, number, function, text, is_users=not file.startswith(LIBRARY), **more)
+def line(text: str, file: str = "data.py", number: int = 40, function: str = "load", **more) -> CodeLine:
+    return CodeLine(file, number, function, text, is_users=not file.startswith(LIBRARY), **more)
 
 
-def main(*lines: Line) -> tuple[Thread, ...]:
+def main(*lines: CodeLine) -> tuple[Thread, ...]:
     return (Thread(lines, "MainThread", is_main=True),)
 
 
-def rank(number: int, *collectives: Collective, of: int = 4, lines: Sequence[Line] = (), **more) -> RankRecord:
+def rank(number: int, *collectives: Collective, of: int = 4, lines: Sequence[CodeLine] = (), **more) -> RankRecord:
     """``lines``: of its main thread, innermost first; ``vitals`` and ``page``: what is not as usual."""
     vitals = Vitals(**{"pid": 100 + number, "state": "S", "resident": 1 << 30, **more.pop("vitals", {})})
     status = page(number, collectives, of, **more.pop("page", {}))
-    known = {"host": "node0", "quiet": 31.0, "sources": CALLS, "threads": main(*lines) if lines else (), **more}
+    known = {"host": "node0", "quiet": 31.0, "threads": main(*lines) if lines else (), **more}
     return RankRecord(number, status=status, vitals=vitals, **known)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_sleeps() -> None:
         ([], {}, "is somewhere else"),
     ],
 )
-def test_what_the_missing_rank_does(lines: list[Line], vitals: dict, text: str) -> None:
+def test_what_the_missing_rank_does(lines: list[CodeLine], vitals: dict, text: str) -> None:
     found = with_others(laggard(lines=lines, vitals=vitals))[0]
     assert found.startswith(f"rank 1 is missing: it {text}")
 
@@ -170,7 +170,7 @@ def test_a_rank_is_stopped_and_its_page_is_old() -> None:
     )
 
 
-def loader_worker(pid: int, *lines: Line, **vitals) -> Child:
+def loader_worker(pid: int, *lines: CodeLine, **vitals) -> Child:
     """A process forked in the middle of the rank's loop, whose lines are therefore below its own."""
     below = (
         line("", TORCH + "utils/data/_utils/worker.py", 1, "_worker_loop"),
@@ -262,7 +262,7 @@ def test_a_rank_has_finished_or_ended() -> None:
 def test_a_thread_is_deadlocked() -> None:
     mains = Thread((line("with lock:", "train.py", 33, "flush"),), "MainThread", is_main=True)
     holder = Thread((line("", LIBRARY + "queue.py", 1, "put"), line("results.put(x)", "log.py", 12, "write")), "writer")
-    ours = Thread((Line("/x/phalanx/recorder/flight.py", 1, "live", is_users=False),), "phalanx-recorder")
+    ours = Thread((CodeLine("/x/phalanx/recorder/flight.py", 1, "live", is_users=False),), "phalanx-recorder")
     lines = with_others(laggard(threads=(ours, holder, mains), vitals={"waits_in": "futex_wait_queue"}))
     assert lines[:2] == [
         "rank 1 is missing: it waits for a lock or another thread in flush at train.py:33: with lock:",
@@ -331,7 +331,7 @@ def test_messages() -> None:
 
 
 def test_ranks_have_called_different_collectives() -> None:
-    other = call(op="broadcast", place=CodeLine("train.py", 60, "evaluate"), size=10)
+    other = call(op="broadcast", place=CodeLine("train.py", 60, "evaluate", "dist.broadcast(x, 0)"), size=10)
     records = [waiter(0), rank(1, other), waiter(2)]
     assert told(records) == [
         "no rank has made progress for 31 s: they have called different collectives",
@@ -346,7 +346,7 @@ def test_ranks_have_called_different_collectives() -> None:
 
 def test_ranks_have_parted_before() -> None:
     """Some backends let two different calls pass, and hang at a later one."""
-    parted = call(811, "barrier", "done", CodeLine("train.py", 61, "evaluate"), dtype="", size=0)
+    parted = call(811, "barrier", "done", CodeLine("train.py", 61, "evaluate", "dist.barrier()"), dtype="", size=0)
     lines = told([waiter(0, of=2), rank(1, parted, call(812), of=2)])
     assert lines[0].endswith(": they have called different collectives")
     assert (
@@ -531,21 +531,21 @@ Current thread 0x00007f150167ab80 (most recent call first):
 def test_faulthandler() -> None:
     other, mains = from_faulthandler(DUMP)
     assert (other.is_main, mains.is_main) == (False, True)
-    assert other.telling == Line("/tmp/文.py", 4, "方法")
-    assert mains.telling == Line("/tmp/train.py", 7, "<module>")
+    assert other.shown == CodeLine("/tmp/文.py", 4, "方法")
+    assert mains.shown == CodeLine("/tmp/train.py", 7, "<module>")
     (alone,) = from_faulthandler('Stack (most recent call first):\n  File "a.py", line 1 in f\n')
     assert alone.is_main
     named = from_faulthandler(DUMP.replace("6c0 (", "6c0 [MainThread] ("))
     assert [thread.is_main for thread in named] == [True, False]
     assert from_faulthandler("") == ()
-    assert from_faulthandler("Thread 0x0 (most recent call first):\n  <no Python frame>\n")[0].telling is None
+    assert from_faulthandler("Thread 0x0 (most recent call first):\n  <no Python frame>\n")[0].shown is None
 
 
 def test_py_spy() -> None:
     text = (
         '[{"pid": 5, "os_thread_id": 5, "thread_name": null, "frames": [{"name": "f", "filename": "a.py", "line": 3}]}]'
     )
-    assert from_py_spy(text) == (Thread((Line("a.py", 3, "f"),), "", is_main=True),)
+    assert from_py_spy(text) == (Thread((CodeLine("a.py", 3, "f"),), "", is_main=True),)
     assert from_py_spy("Error: no Python") == ()
 
 
@@ -636,7 +636,11 @@ def test_a_chart_of_a_process_and_its_child() -> None:
 
 def test_a_stack_ends_with_the_script() -> None:
     launch = str(worker.__file__)
-    lines = [Line("/lib/torch/x.py", 3, "wait"), Line("/home/ada/train.py", 5, "<module>"), Line(launch, 9, "run")]
-    ends = (*lines, Line("<string>", 1, "<module>"))
+    lines = [
+        CodeLine("/lib/torch/x.py", 3, "wait"),
+        CodeLine("/home/ada/train.py", 5, "<module>"),
+        CodeLine(launch, 9, "run"),
+    ]
+    ends = (*lines, CodeLine("<string>", 1, "<module>"))
     assert list(stack_lines(Thread(ends))) == ["  /lib/torch/x.py:3 in wait", "  /home/ada/train.py:5 in <module>"]
     assert len(list(stack_lines(Thread(ends[2:])))) == 2, "of a rank that has not come to its script"

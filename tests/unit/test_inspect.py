@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import cli, events, messages, status
+from phalanx import cli, events, messages
 from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
 from phalanx.diagnose.rank_table import RankSample, Row, row
 from phalanx.events import HangRecord, ReportFile, RunFile
-from phalanx.status import CodeLine, Collective, Status, Window, layout
+from phalanx.status import layout
 from phalanx.status.page import StatusPage
-from phalanx.status.stack_parser import Line, Thread
+from phalanx.status.reading import CodeLine, Collective, Status
+from phalanx.status.stack_parser import Thread
+from phalanx.status.windows import Window
 from phalanx.system.procfs import ProcessFacts
 
 NOW = 1_000_000.0
@@ -31,7 +33,7 @@ OWN = ProcessFacts(4711, "S", 1, 0, 1.0, 1, 7, 312 << 20, 0.0, swapped=0, queued
 
 
 def seconds(**given: float) -> dict[str, float]:
-    return {phase: given.get(phase, 0.0) for phase in status.PHASES}
+    return {phase: given.get(phase, 0.0) for phase in layout.PHASES}
 
 
 def look(at: float = NOW, rank: int = 0, is_alive: bool = True, cpu: float = 0.0, **fields: object) -> RankSample:
@@ -152,7 +154,7 @@ def test_what_is_said_of_a_run_on_several_nodes_and_of_one_that_has_ended() -> N
     assert inspect_command.lines(ended)[0] == "runs/1 on host a ended with exit code 1 after 62.0 s; its last state:"
     assert "was killed" in inspect_command.lines(dataclasses.replace(ended, exit_code=None))[0]
     assert "look there" in inspect_command.lines(dataclasses.replace(ended, exit_code=None, is_here=False))[0]
-    threads = (Thread((Line("/home/ada/train.py", 7, "train", "x = y"),), is_main=True), Thread((), "loader"))
+    threads = (Thread((CodeLine("/home/ada/train.py", 7, "train", "x = y"),), is_main=True), Thread((), "loader"))
     stacks = dataclasses.replace(view, stacks={0: threads, 1: ()}, conclusion="so")
     assert inspect_command.lines(stacks)[-4:] == [
         *("rank 0, innermost first:", "  /home/ada/train.py:7 in train: x = y"),
@@ -186,9 +188,9 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
 ) -> None:
     """This process plays rank 0; rank 1 was killed, and rank 5 is left from an attempt with more ranks."""
     assert command(capsys)[0] == 2
-    earlier = StatusPage(status.status_path(run_directory, 5), 5, 6)
+    earlier = StatusPage(layout.status_path(run_directory, 5), 5, 6)
     earlier._doubles[5] -= 30
-    pages = [StatusPage(status.status_path(run_directory, rank), rank, 3) for rank in range(2)]
+    pages = [StatusPage(layout.status_path(run_directory, rank), rank, 3) for rank in range(2)]
     for page in pages:
         page.beat(layout.DATA, 2, 17, 34)
     pages[1]._words[2] = 2**22 + 1  # no process has this pid
@@ -203,7 +205,7 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     assert table[3].split()[:3] == ["1", "SIGKILL", "2/17"]
     assert table[4].startswith("1 of 3 ranks (2) are on other nodes")
     assert table[5] == "no rank has made progress within 0.2 s, and none waits for another"
-    threads = (Thread((Line("/home/ada/train.py", 33, "train"),), is_main=True),)
+    threads = (Thread((CodeLine("/home/ada/train.py", 33, "train"),), is_main=True),)
     inspect_command.main(["--stacks", "--seconds", "0"], lambda living, _: dict.fromkeys(living, threads))
     assert "\nrank 0, innermost first:\n" in capsys.readouterr().out
     found = json.loads(command(capsys, "--json", "--seconds", "0", str(run_directory))[1])

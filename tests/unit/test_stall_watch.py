@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from phalanx import events, messages, status
+from phalanx import events, messages
 from phalanx.errors import ForeignData
 from phalanx.events import HangRecord
 from phalanx.launch.agent.rank_process import open_rank
@@ -54,7 +54,7 @@ class Ranks:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.pages = [StatusPage(status.status_path(directory, rank), rank, 2) for rank in (0, 1)]
+        self.pages = [StatusPage(layout.status_path(directory, rank), rank, 2) for rank in (0, 1)]
         self.groups = [page.group("0", [0, 1]) for page in self.pages]
         self.sleepers = [subprocess.Popen(["sleep", "1000"]) for _ in (0, 1)]
         self.members: Any = {
@@ -284,7 +284,7 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
 
 def test_a_new_attempt_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
     """Until its ranks have written pages of their own, there are none."""
-    paths = [events.error_path(tmp_path, 0), status.status_path(tmp_path, 0)]
+    paths = [events.error_path(tmp_path, 0), layout.status_path(tmp_path, 0)]
     for path in paths:
         path.touch()
     console = SimpleNamespace(out=1, err=2)

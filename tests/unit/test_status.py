@@ -12,11 +12,10 @@ from types import CodeType
 
 import pytest
 
-from phalanx import messages, status
-from phalanx.status import code_lines, layout
-from phalanx.status.page import Flight, StatusPage
+from phalanx import messages
+from phalanx.status import code_lines, layout, own_page, reading
+from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import from_faulthandler
-from phalanx.status.stacks import text_of_stacks
 from phalanx.store import tcp_store
 
 
@@ -25,8 +24,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "rank-3.status"
 
 
-def found_at(path: Path) -> status.Status:
-    found = status.read(path)
+def found_at(path: Path) -> reading.Status:
+    found = reading.read(path)
     assert found is not None
     return found
 
@@ -42,7 +41,7 @@ def test_the_loop(path: Path) -> None:
     found = found_at(path)
     assert (found.rank, found.world_size, found.epoch, found.step, found.samples) == (3, 4, 3, 17, 544)
     assert (found.phase, found.updates) == ("backward", 1)
-    assert set(found.seconds) == set(status.PHASES)
+    assert set(found.seconds) == set(layout.PHASES)
     assert found.seconds["data"] > 0
     assert found.seconds["backward"] == 0
 
@@ -57,7 +56,7 @@ def test_collectives(path: Path) -> None:
     running = all_reduce(page, group, 3)
     queued = all_reduce(page, group, 4, is_running=False)
     found = found_at(path)
-    assert found.groups == (status.Group("0", (0, 1, 2, 5, 7, 8), None, None),)
+    assert found.groups == (reading.Group("0", (0, 1, 2, 5, 7, 8), None, None),)
     assert [(one.number, one.state) for one in found.collectives] == [
         *((1, "done"), (2, "failed"), (3, "running"), (4, "queued")),
     ]
@@ -65,7 +64,7 @@ def test_collectives(path: Path) -> None:
     assert (second.op, second.dtype, second.size, second.peer) == ("recv", "bfloat16", 5, 7)
     assert found.open_collective == third
     assert (found.ended, found.waited) == (2, 0.75)
-    assert third.place == status.CodeLine(__file__, all_reduce.__code__.co_firstlineno + 1, "all_reduce")
+    assert third.place == reading.CodeLine(__file__, all_reduce.__code__.co_firstlineno + 1, "all_reduce")
     page.end(running, 0.0)
     page.start(queued)
     assert [one.state for one in found_at(path).collectives[2:]] == ["done", "running"]
@@ -134,7 +133,7 @@ def test_a_long_list_of_ranks_is_cut_between_two(path: Path) -> None:
 def test_a_path_that_is_not_utf_8(path: Path) -> None:
     page = StatusPage(path)
     slot = page.places.slot_of("/caf\udce9/train.py", 7, "step")
-    page.fly(0, Flight(layout.kind_of(layout.NO_GROUP, 1, 1), 1, 1, 1.0, 1.0, 0.0, ("/caf\udce9/train.py", 7, "step")))
+    page.write_flight(0, layout.kind_of(layout.NO_GROUP, 1, 1), 1, 1, 1.0, 0.0, ("/caf\udce9/train.py", 7, "step"))
     (one,) = found_at(path).collectives
     assert (slot, str(one.place)) == (0, "train.py:7")
 
@@ -176,11 +175,11 @@ def test_the_flight_recorders(path: Path) -> None:
     page = StatusPage(path)
     group = page.group("2", range(4), enqueued=7, completed=6)
     kind = layout.kind_of(group, 2, 1)
-    page.fly(0, Flight(kind, 7, 12, 100.0, 100.5, 0.0, ("/a/train.py", 12, "step")))
-    page.fly(1, None)
+    page.write_flight(0, kind, 7, 12, 100.0, 0.0, ("/a/train.py", 12, "step"))
+    page.clear_flights(1)
     before = found_at(path).progress
     found = found_at(path)
-    assert found.groups == (status.Group("2", (0, 1, 2, 3), 7, 6),)
+    assert found.groups == (reading.Group("2", (0, 1, 2, 3), 7, 6),)
     (only,) = found.collectives
     assert (only.group, only.number, only.op, only.state, str(only.place)) == (
         "2",
@@ -192,26 +191,26 @@ def test_the_flight_recorders(path: Path) -> None:
     page.group("2", range(4), enqueued=7, completed=6)
     assert found_at(path).progress == before, "looking is not progress"
     page.group("2", range(4), enqueued=7, completed=7)
-    page.fly(0, None)
+    page.clear_flights()
     assert found_at(path).progress != before
     assert found_at(path).collectives == ()
 
 
 def test_asking(path: Path) -> None:
     page = StatusPage(path)
-    assert not page.is_asked()
-    assert not status.ask(path, 0.01), "nobody answers"
-    assert page.is_asked()
+    assert not page.is_asked(layout.ASKED)
+    assert not reading.ask(path, 0.01), "nobody answers"
+    assert page.is_asked(layout.ASKED)
 
     def answer() -> None:
-        while not page.is_asked():
+        while not page.is_asked(layout.ASKED):
             pass
-        page.answer()
+        page.answer(layout.ASKED)
 
-    page.answer()
+    page.answer(layout.ASKED)
     thread = threading.Thread(target=answer)
     thread.start()
-    assert status.ask(path, 10.0)
+    assert reading.ask(path, 10.0)
     thread.join()
 
 
@@ -219,20 +218,20 @@ def test_as_json(path: Path) -> None:
     page = StatusPage(path)
     all_reduce(page, page.group("0", [0, 1]), 1)
     found = found_at(path)
-    assert messages.decode(messages.encode(found), status.Status, "here") == found
+    assert messages.decode(messages.encode(found), reading.Status, "here") == found
 
 
 def test_what_is_no_page(path: Path) -> None:
-    assert status.read(path) is None
+    assert reading.read(path) is None
     path.write_bytes(b"phx-stat")
-    assert status.read(path) is None
+    assert reading.read(path) is None
     path.write_bytes(b"x" * layout.PAGE_BYTES)
-    assert status.read(path) is None
+    assert reading.read(path) is None
     StatusPage(path)
     data = bytearray(path.read_bytes())
     data[8] += 1
     path.write_bytes(data)
-    assert status.read(path) is None, "another version"
+    assert reading.read(path) is None, "another version"
 
 
 def test_who_died_while_writing(path: Path) -> None:
@@ -249,7 +248,7 @@ def test_who_died_while_writing(path: Path) -> None:
     torn = bytearray(whole)
     torn[layout.LOOP * 8] += 1
     path.write_bytes(torn)
-    assert status.read(path) is None
+    assert reading.read(path) is None
 
 
 def test_reading_while_writing(path: Path) -> None:
@@ -278,29 +277,29 @@ def test_reading_while_writing(path: Path) -> None:
 
 
 def test_where_no_page_can_be_a_rank_goes_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "_own", None)
-    status.begin(Path("/dev/full"), 0, 1)
-    assert status.own() is None
+    monkeypatch.setattr(own_page, "_own", None)
+    own_page.begin(Path("/dev/full"), 0, 1)
+    assert own_page.current() is None
     page = StatusPage(tmp_path / "rank-0.status")
-    monkeypatch.setattr(status, "_own", page)
-    assert status.own() is page
+    monkeypatch.setattr(own_page, "_own", page)
+    assert own_page.current() is page
 
 
 def test_the_pulse_beats_with_progress_alone(path: Path) -> None:
-    assert status.pulse(path) is None
+    assert reading.pulse(path) is None
     page = StatusPage(path)
     group = page.group("0", [0, 1], enqueued=4, completed=3)
     entry = all_reduce(page, group, 1)
 
     def beats(change: Callable[[], object]) -> bool:
-        before, progress = status.pulse(path), found_at(path).progress
+        before, progress = reading.pulse(path), found_at(path).progress
         change()
-        assert (status.pulse(path) != before) == (found_at(path).progress != progress)
-        return status.pulse(path) != before
+        assert (reading.pulse(path) != before) == (found_at(path).progress != progress)
+        return reading.pulse(path) != before
 
     assert not beats(lambda: page.group("0", [0, 1], enqueued=5, completed=3))
     assert not beats(lambda: all_reduce(page, group, 2))
-    assert not beats(page.answer)
+    assert not beats(lambda: page.answer(layout.ASKED))
     assert beats(lambda: page.group("0", [0, 1], enqueued=5, completed=4))
     assert beats(lambda: page.end(entry, 0.001))
     assert beats(lambda: page.enter(layout.DATA))
@@ -308,12 +307,12 @@ def test_the_pulse_beats_with_progress_alone(path: Path) -> None:
 
 def test_stacks_are_asked_for_by_the_page(path: Path) -> None:
     page = StatusPage(path)
-    assert not page.are_stacks_asked()
-    assert not status.ask_stacks(path, 0.0)
-    assert page.are_stacks_asked()
-    assert not page.is_asked()
-    page.answer_stacks()
-    assert not page.are_stacks_asked()
+    assert not page.is_asked(layout.STACKS_ASKED)
+    assert not reading.ask(path, 0.0, layout.STACKS_ASKED)
+    assert page.is_asked(layout.STACKS_ASKED)
+    assert not page.is_asked(layout.ASKED)
+    page.answer(layout.STACKS_ASKED)
+    assert not page.is_asked(layout.STACKS_ASKED)
 
 
 def test_the_stacks_of_all_other_threads() -> None:
@@ -328,18 +327,18 @@ def test_the_stacks_of_all_other_threads() -> None:
         thread = threading.Thread(target=wait_for_it, name="waits for it")
         thread.start()
         inside.wait()
-        text = text_of_stacks()
+        text = own_page.stacks_of_threads()
     thread.join()
     (found,) = [one for one in from_faulthandler(text) if one.name == "waits for it"]
     assert "wait_for_it" in [line.function for line in found.lines]
-    assert "text_of_stacks" not in text
+    assert "stacks_of_threads" not in text
 
 
 def test_the_address_of_a_store_is_noted_whole_or_not_at_all(path: Path) -> None:
     page = StatusPage(path)
     for host, noted in (("a" * 42, "a" * 42 + ":29500"), ("a" * 43, "")):
         page.connecting(f"{host}:29500")
-        found = status.read(path)
+        found = reading.read(path)
         assert found is not None
         assert found.connecting == noted
     assert tcp_store.why_unreachable("a" * 48, 1.0) == ""

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx import status
-from phalanx.status import Window, layout
+from phalanx.status import layout, reading
 from phalanx.status.page import StatusPage
+from phalanx.status.windows import Window, read_windows
 from phalanx.system import cgroups, procfs
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler import conditions, straggler_text
@@ -174,22 +174,22 @@ def test_own_work_and_waiting_are_told_apart_in_windows(tmp_path: Path) -> None:
         page.unblock()
         page.enter(layout.OPTIMIZER)
         page.stepped(layout.OTHER)
-    found = status.read(tmp_path / "page")
+    found = reading.read(tmp_path / "page")
     assert found is not None
     assert 0.08 < found.blocked["backward"] < found.seconds["backward"] + 0.041
     assert found.blocked_since is None
-    windows = status.windows(tmp_path / "page")
+    windows = read_windows(tmp_path / "page")
     assert windows[0].updates == 20, "the first ten steps are warming up"
     assert all(one.updates % 10 == 0 for one in windows)
     assert all(one.seconds["backward"] < 0.01 for one in windows)
     assert all(0 < one.own < 0.01 for one in windows)
     page.block()
-    waiting = status.read(tmp_path / "page")
+    waiting = reading.read(tmp_path / "page")
     assert waiting is not None
     assert waiting.blocked_since == pytest.approx(time.time(), abs=1.0)
     page.unblock()
     page.begin(group, 2, 8)  # now it is in a call
-    calling = status.read(tmp_path / "page")
+    calling = reading.read(tmp_path / "page")
     assert calling is not None
     assert calling.blocked_since == calling.collectives[-1].queued_at
 
@@ -208,8 +208,8 @@ def test_short_steps_are_sampled_at_the_same_steps_by_all_ranks(
             now += slowly * millisecond / 1e3
             page.stepped(layout.FORWARD)
             if step % 500 == 0:
-                found |= {one.updates for one in status.windows(path)}
-        windows = status.windows(path)
+                found |= {one.updates for one in read_windows(path)}
+        windows = read_windows(path)
         assert all(one.seconds["forward"] == pytest.approx(10 * millisecond / 1e3, rel=1e-3) for one in windows)
         apart = [(after.updates - before.updates) * millisecond for before, after in itertools.pairwise(windows)]
         assert all(100 <= each <= 400 for each in apart), apart
@@ -224,9 +224,9 @@ def test_short_steps_are_sampled_at_the_same_steps_by_all_ranks(
 def write_windows(path: Path, rank: int, steps: int, own: float) -> StatusPage:
     page = StatusPage(path, rank, 4)
     for step in range(20, steps + 1, 10):
-        page._cutter.due = step
-        page._cutter._begun = (0.0,) * len(layout.OWN)
-        page._cutter._write((10 * own, *(0.0,) * (len(layout.OWN) - 1)))
+        page._windows.due = step
+        page._windows._begun = (0.0,) * len(layout.OWN)
+        page._windows._write((10 * own, *(0.0,) * (len(layout.OWN) - 1)))
     return page
 
 
@@ -247,7 +247,7 @@ def test_one_node_compares_the_ranks_of_all(tmp_path: Path, monkeypatch: pytest.
         agent.begin(exchange)
     for moment in range(4):
         for rank in range(4):
-            write_windows(status.status_path(tmp_path, rank), rank, 20 + 20 * moment, 0.030 + 0.010 * (rank == 3))
+            write_windows(layout.status_path(tmp_path, rank), rank, 20 + 20 * moment, 0.030 + 0.010 * (rank == 3))
         for exchange, agent, own in zip(exchanges, agents, members, strict=True):
             now = 10.0 * (moment + 1)
             agent.look(own)
@@ -274,7 +274,9 @@ def test_the_same_rank_is_named_twice_at_most(tmp_path: Path, monkeypatch: pytes
     pace.begin(exchange)
     members: Any = {rank: SimpleNamespace(pid=os.getpid(), exited=None) for rank in range(2)}
     latest: dict[int, list[Window]] = {}
-    monkeypatch.setattr("phalanx.status.windows", lambda path: latest[int(path.stem.partition("-")[2])])
+    monkeypatch.setattr(
+        "phalanx.watchdog.straggler.pace.read_windows", lambda path: latest[int(path.stem.partition("-")[2])]
+    )
     for turn in range(8):
         found = steps(5, 20 + 50 * turn, world=2, data=9.0 * (turn % 2 == 0))
         latest.update({rank: [step[rank] for step in found] for rank in range(2)})

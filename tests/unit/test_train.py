@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as px
-from phalanx import attempt, status
+from phalanx import attempt
 from phalanx.errors import UsageError
+from phalanx.status import own_page, reading
+from phalanx.status.page import StatusPage
 from phalanx.train import log, progress
 from phalanx.train.progress import Report, averages, describe
 
@@ -229,7 +231,7 @@ def test_a_line_that_stands_there_gets_its_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(status, "_own", status.StatusPage(tmp_path / "rank-0.status"))
+    monkeypatch.setattr(own_page, "_own", StatusPage(tmp_path / "rank-0.status"))
     from phalanx.train import track
 
     monkeypatch.setattr(track, "_LIVE_EVERY", 0.0)
@@ -243,9 +245,9 @@ def test_a_line_that_stands_there_gets_its_end(
 
 def test_a_run_directory_gets_events_and_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
-    monkeypatch.setattr(status, "_own", status.StatusPage(tmp_path / "rank-0.status"))
+    monkeypatch.setattr(own_page, "_own", StatusPage(tmp_path / "rank-0.status"))
     for x in px.track([torch.ones(8)] * 3, epoch=2, quiet=True):
-        found = status.read(tmp_path / "rank-0.status")
+        found = reading.read(tmp_path / "rank-0.status")
         assert found is not None
         assert found.phase == "forward"
         px.log(loss=x.mean())
@@ -258,7 +260,7 @@ def test_a_run_directory_gets_events_and_a_heartbeat(tmp_path: Path, monkeypatch
         "values": {"loss": 1.0},
     }
     assert 0 <= event["data"] <= event["seconds"]
-    found = status.read(tmp_path / "rank-0.status")
+    found = reading.read(tmp_path / "rank-0.status")
     assert found is not None
     assert (found.phase, found.step) == ("other", 3)
 

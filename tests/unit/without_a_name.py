@@ -62,7 +62,7 @@ def rank() -> None:
     work.wait()
     c10d._set_pg_timeout(SECOND, dist.group.WORLD)
     dist.monitored_barrier()
-    flight_reader.how_far()
+    flight_reader.group_progress()
     flight_reader.ranks_of("0")
     weight = torch.ones(2, requires_grad=True)
     weight.sum().backward()
@@ -82,15 +82,15 @@ def records() -> None:
 
 def group() -> None:
     from phalanx import world
-    from phalanx.recorder import ddp_teardown
+    from phalanx.recorder import ddp_models
     from phalanx.shm.hierarchical.gloo_groups import GlooMessage
 
     rank()
     dist.init_process_group("cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
     model: Any = nn.Linear(1, 1)
     model.process_group = dist.group.WORLD
-    ddp_teardown._models.add(model)
-    ddp_teardown._keep_groups()
+    ddp_models._models.add(model)
+    ddp_models._keep_groups()
     gone = SimpleNamespace(device=torch.device("cuda"))
     world._part(gone, in_peace=False)  # type: ignore[arg-type]
     with contextlib.suppress(RuntimeError):  # torch's own: it has received nothing

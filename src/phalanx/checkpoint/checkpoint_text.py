@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from phalanx import status
 from phalanx.events import EventLog, rank_events_path
+from phalanx.status import own_page
 
 
 def say(text: str) -> None:
@@ -17,7 +17,7 @@ def say(text: str) -> None:
 
 def note(rank: int, event: str, **fields: Any) -> None:
     """One line in the rank's event file, if ``phalanx run`` has made a place for it; its page holds the last step."""
-    page = status.own()
+    page = own_page.current()
     if page is not None and event in ("saved", "loaded"):
         page.checkpointed(fields["step"])
     directory = os.environ.get("PHALANX_RUN_DIR")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from phalanx import attempt, status
+from phalanx import attempt
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
 from phalanx.checkpoint import flatten, schedule, sharding
@@ -26,6 +26,7 @@ from phalanx.checkpoint.storage.base import open_storage
 from phalanx.checkpoint.storage.manifest import MOST_STEPS
 from phalanx.checkpoint.storage.records import Share
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.status import own_page
 from phalanx.status.layout import CHECKPOINT
 from phalanx.store import tcp_store
 from phalanx.store.coordinator import Coordinator
@@ -107,7 +108,7 @@ class Checkpointer:
             raise UsageError(f"step {state.step} is to be saved after step {self._last}; steps count upwards.")
         if not force and not self._schedule.is_due(state.step):
             return False
-        with status.phase(CHECKPOINT):
+        with own_page.phase(CHECKPOINT):
             self.wait()
             if force and self._saves and state.step == self._last:
                 return False  # it is there already

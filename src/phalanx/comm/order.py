@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
-from phalanx import cluster, status
+from phalanx import cluster
 from phalanx import world as worlds
 from phalanx.argparser import shown
 from phalanx.errors import PeerFailed, UsageError
-from phalanx.status import layout
+from phalanx.status import layout, own_page
 from phalanx.store.primitives import read, wait_for, write
 from phalanx.world import World
 
@@ -51,7 +51,7 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     leader = _first_of_the_node(world) if local else 0
     key = f"phalanx/first/{local}/{next(_turns[local])}/{leader}"
     if world.rank != leader:
-        with status.waiting(layout.RANK_ZERO_FIRST, peer=leader):
+        with own_page.waiting(layout.RANK_ZERO_FIRST, peer=leader):
             _follow(world, leader, key)
         yield
         return

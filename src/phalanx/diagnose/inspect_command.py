@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx import events, messages, status
+from phalanx import events, messages
 from phalanx.argparser import Parser
 from phalanx.diagnose import rank_table
 from phalanx.diagnose.rank_table import RankSample, Row, duration
@@ -27,7 +27,9 @@ from phalanx.diagnose.run_directory import (
 from phalanx.errors import UsageError
 from phalanx.events import RunFile
 from phalanx.source_lines import shorten_path
+from phalanx.status import layout, reading
 from phalanx.status.stack_parser import Thread, main_thread
+from phalanx.status.windows import read_windows
 from phalanx.system import procfs
 from phalanx.watchdog.stall.dump_file import stack_lines
 from phalanx.watchdog.straggler import conditions
@@ -153,7 +155,7 @@ def _sample(directory: Path, is_here: bool) -> dict[int, RankSample]:
     exits = {(event.rank, event.pid): event for event in read_events(directory / events.AGENT_EVENTS, RankExited)}
     found: dict[int, RankSample] = {}
     for path in directory.glob("rank-*.status"):
-        page, now = status.read(path), time.time()
+        page, now = reading.read(path), time.time()
         if page is None:
             continue
         # Another process may have the pid by now.
@@ -161,7 +163,7 @@ def _sample(directory: Path, is_here: bool) -> dict[int, RankSample]:
         look = conditions.looks([page.pid]).get(page.pid) if is_same else None
         event = exits.get((page.rank, page.pid))
         found[page.rank] = RankSample(
-            *(now, page, look.process if look else None, look.cpu if look else 0.0, status.windows(path)),
+            *(now, page, look.process if look else None, look.cpu if look else 0.0, read_windows(path)),
             ended="" if event is None else exit_text(event, "exit"),
         )
     # Pages of an earlier attempt with more ranks may be left.
@@ -172,7 +174,7 @@ def _sample(directory: Path, is_here: bool) -> dict[int, RankSample]:
 def _may_be_asked(directory: Path, rank: int, pid: int) -> bool:
     """Whoever wrote the page must own the process: a page can name any pid, and asking sends it a signal."""
     try:
-        return status.status_path(directory, rank).lstat().st_uid == procfs.owner(pid)
+        return layout.status_path(directory, rank).lstat().st_uid == procfs.owner(pid)
     except OSError:
         return False
 
@@ -182,7 +184,7 @@ def _ask_for_collectives(
 ) -> dict[int, RankSample]:
     """Asks ranks on gloo or nccl without progress in which collective they are; it takes them a while to answer."""
     paths = {
-        rank: status.status_path(directory, rank)
+        rank: layout.status_path(directory, rank)
         for rank, sample in after.items()
         if sample.process is not None
         and _may_be_asked(directory, rank, sample.status.pid)
@@ -193,8 +195,8 @@ def _ask_for_collectives(
         and before[rank].status.progress == sample.status.progress
     }
     with ThreadPoolExecutor(len(paths) or 1) as pool:
-        list(pool.map(lambda path: status.ask(path, _ANSWER_WITHIN), paths.values()))
-    pages = {rank: status.read(path) for rank, path in paths.items()}
+        list(pool.map(lambda path: reading.ask(path, _ANSWER_WITHIN), paths.values()))
+    pages = {rank: reading.read(path) for rank, path in paths.items()}
     return {
         rank: dataclasses.replace(after[rank], status=page)
         for rank, page in pages.items()

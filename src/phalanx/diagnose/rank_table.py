@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.source_lines import shorten_path
-from phalanx.status import PHASES, Collective, Status, Window
-from phalanx.status.layout import DATA, OWN
+from phalanx.status.layout import DATA, OWN, PHASES
+from phalanx.status.reading import Collective, Status
+from phalanx.status.windows import Window
 from phalanx.system.procfs import ProcessFacts
 from phalanx.watchdog.straggler import straggler_detector, straggler_text
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, overload
 
-from phalanx import events, messages, run_files, status
+from phalanx import events, messages, run_files
 from phalanx.env import PET_PREFIX
 from phalanx.errors import ForeignData, UsageError
 from phalanx.events import RUN_FILE, Ending, HangRecord, ReportFile, RunFile
 from phalanx.failure.signal_meaning import signal_name
 from phalanx.messages import Count, ExitCode, Message, Rank, Record, Seconds, Signal, Text
+from phalanx.status import layout, reading
 from phalanx.status.reading import Status
 
 _TAIL_BYTES = 8192
@@ -184,7 +185,7 @@ def _load(directory: Path) -> Run:
 def _last_sign_of_life(directory: Path, started: float) -> float:
     """The time of the launcher's last event, or of the last change of a rank's page."""
     noted = read_events(directory / events.AGENT_EVENTS, OtherEvent)
-    pages = filter(None, map(status.read, directory.glob("rank-*.status")))
+    pages = filter(None, map(reading.read, directory.glob("rank-*.status")))
     return max([started, *(event.time for event in noted), *(page.since for page in pages)])
 
 
@@ -224,7 +225,7 @@ def _traces(directory: Path, known: Sequence[object]) -> tuple[RankTrace, ...]:
             case Restarting():
                 found.clear()
             case RankStarted(_, rank, pid):
-                page = status.read(status.status_path(directory, rank))
+                page = reading.read(layout.status_path(directory, rank))
                 own = page if page is not None and page.pid == pid else None
                 found[rank] = RankTrace(rank, pid, None, None, False, own)
             case RankExited(_, rank, _, code, signal) if rank in found:

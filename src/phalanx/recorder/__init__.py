@@ -1,22 +1,19 @@
-"""What each rank is doing, written into its status page without a change of the script.
+"""Writes what each rank is doing into its status page, without a change of the script.
 
-`phases` follows the loop by torch's own hooks; `flight_reader` reads torch's flight recorder, which sees what gloo and
-nccl do, and `p2p` what it does not see; `stores` notes where a rank connects to; `waits` tells waiting from own work.
-`ddp_teardown` prevents a deadlock. The collectives of shm are noted by shm itself.
+`phases` follows the loop by torch's own hooks. `flight_reader` reads torch's flight recorder, which sees the
+collectives of gloo and nccl. `waits` and `ddp_models` tell waiting from own work. shm writes its collectives itself.
 """
 
 from __future__ import annotations
 
-from phalanx.recorder import ddp_teardown, flight_reader, p2p, phases, stores, waits
+from phalanx.recorder import ddp_models, flight_reader, phases, waits
 
 __all__ = ["install"]
 
 
 def install() -> None:
-    """torch is imported. Done once, also for all workers that will be forked."""
+    """Installs all hooks, once and also for all workers that will be forked. torch must be imported."""
     phases.install()
     flight_reader.install()
-    p2p.install()
-    stores.install()
     waits.install()
-    ddp_teardown.install()
+    ddp_models.install()

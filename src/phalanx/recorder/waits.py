@@ -1,92 +1,93 @@
-"""Where a loop waits for other ranks: the rest of a step is its own work.
+"""Notes where a rank waits for other ranks outside of shm: in a collective, in send and recv, or for a store.
 
-On shm, collectives that run in the loop's thread say it themselves. Here is what torch does in C++: the end of
-backward, when DDP waits for the gradients of all ranks; the works of gloo; DDP's buffers before forward.
+The rest of a step is its own work. The wait at the end of backward is noted in `ddp_models`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import unserializable_hook
+from torch.distributed import TCPStore
 
-from phalanx import status
 from phalanx.recorder import flight_reader
-from phalanx.status import layout
+from phalanx.recorder.around import around
+from phalanx.status import layout, own_page
+from phalanx.status.page import StatusPage
 from phalanx.torch_compat import c10d
-from phalanx.torch_compat.nn import DDP_BROADCAST, DDP_INIT, ENGINE
-
-_engine: Any = None
-"""Of autograd; its callbacks are called at the end of backward."""
+from phalanx.torch_compat.nn import DDP_BROADCAST
 
 
 def install() -> None:
-    global _engine
     if not dist.is_available():
         return
-    c10d.WAIT.wrap(_waiting if flight_reader.is_there() else _noted_waiting)
-    DDP_BROADCAST.wrap(_waiting)
-    _engine = ENGINE.get()
-    if _engine is not None:
-        DDP_INIT.wrap(_noted)
+    c10d.WAIT.wrap(around(_wait if flight_reader.is_recording() else _unnamed_wait))
+    DDP_BROADCAST.wrap(around(_wait))
+    c10d.STORE_INIT.wrap(around(_connect))
+    for name, op in ((c10d.SEND, layout.SEND), (c10d.RECV, layout.RECV)):
+        name.wrap(functools.partial(_noting_peer, op))
 
 
-def _noted(plain: Callable[..., None]) -> Callable[..., None]:
-    """DDP waits in a callback of the autograd engine, at the end of backward. The engine calls them in the order in
-    which they were asked for, and DDP asks when the last parameter has its gradient. So whoever asks for one when any
-    parameter gets its gradient is called when all own work is done, and just before DDP begins to wait."""
-
-    @functools.wraps(plain)
-    def init(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **kwargs)
-        if status.own() is not None:
-            # The first one is what everything else is computed from, so no backward leaves it out.
-            first = next((parameter for parameter in self.module.parameters() if parameter.requires_grad), None)
-            if first is not None:
-                first.register_hook(_ask)
-
-    return init
+def _wait(page: StatusPage, *_: object, **__: object) -> AbstractContextManager[None] | None:
+    return _blocked(page) if page.block() else None
 
 
-@unserializable_hook  # or saving a whole model would warn of it
-def _ask(_: Tensor) -> None:
-    page = None if torch.compiler.is_compiling() else status.own()
-    if page is not None and page.is_in_backward:
-        _engine.queue_callback(page.block)
+@contextlib.contextmanager
+def _blocked(page: StatusPage) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        page.unblock()
+    page.tick()  # a collective has ended, whatever backend runs it
 
 
-def _waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """It is the end of a collective, whatever backend runs it."""
-
-    @functools.wraps(plain)
-    def wait(*args: Any, **kwargs: Any) -> Any:
-        page = None if torch.compiler.is_compiling() else status.own()
-        if page is None or not page.block():
-            return plain(*args, **kwargs)
-        try:
-            result = plain(*args, **kwargs)
-        finally:
-            page.unblock()
-        page.tick()
-        return result
-
-    return wait
+def _unnamed_wait(_: StatusPage, *__: object, **___: object) -> AbstractContextManager[None]:
+    """The same where torch does not record which collective it is."""
+    return own_page.waiting(layout.COLLECTIVE)
 
 
-def _noted_waiting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The same where torch does not say which collective it is."""
+@contextlib.contextmanager
+def _connect(page: StatusPage, _: TCPStore, *args: object, **kwargs: object) -> Iterator[None]:
+    """Notes the address of a store, where perhaps no server listens."""
+    # Its thread can write the stack of this one. Asked by a signal, torch would print the C++ stack of the call.
+    if flight_reader.is_recording():
+        flight_reader.begin()
+    names = dict(zip(("host_name", "port"), args, strict=False)) | kwargs
+    page.connecting(f"{names.get('host_name')}:{names.get('port')}")
+    try:
+        # Within init_process_group, it is that what the rank waits in.
+        with contextlib.nullcontext() if page.is_joining else own_page.waiting(layout.STORE):
+            yield
+    finally:
+        page.connecting("")
 
-    @functools.wraps(plain)
-    def wait(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return plain(*args, **kwargs)
-        with status.waiting(layout.COLLECTIVE):
-            return plain(*args, **kwargs)
 
-    return wait
+# ---- send and recv of other backends than shm: torch's flight recorder does not see those of gloo
+
+
+def _noting_peer(op: int, plain: Callable[..., object]) -> Callable[..., object]:
+    signature = inspect.signature(plain)
+
+    def message(_: StatusPage, *args: object, **kwargs: object) -> AbstractContextManager[None] | None:
+        given = signature.bind(*args, **kwargs).arguments
+        group = given.get("group") or dist.group.WORLD
+        if group is None or flight_reader.records_itself(group):
+            return None
+        peer = peer_of(given, group)
+        return own_page.waiting(op, peer=layout.NO_PEER if peer is None else peer, size=given["tensor"].numel())
+
+    return around(message)(plain)
+
+
+def peer_of(given: Mapping[str, int | None], group: dist.ProcessGroup) -> int | None:
+    """Returns the global rank of the other side; None: any rank. Newer versions of torch also take its group rank."""
+    for global_name, group_name in (("src", "group_src"), ("dst", "group_dst")):
+        if (rank := given.get(global_name)) is not None:
+            return rank
+        if (rank := given.get(group_name)) is not None:
+            return dist.get_global_rank(group, rank)
+    return None

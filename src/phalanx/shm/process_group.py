@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import status
 from phalanx.shm import monitored_barrier
 from phalanx.shm.hierarchical import gloo_groups
 from phalanx.shm.hierarchical.topology import sort_into_nodes
@@ -34,7 +33,7 @@ from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import REDUCE_CODES, Blocks, is_contiguous
 from phalanx.shm.node.work_queue import Finished, WorkQueue
 from phalanx.shm.staged_collectives import StagedCollectives
-from phalanx.status import layout
+from phalanx.status import layout, own_page
 from phalanx.status.layout import ALL_REDUCE
 from phalanx.store import join
 from phalanx.store.tcp_store import part_for_each_use
@@ -172,7 +171,7 @@ class ShmGroup(dist.ProcessGroup):
         limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         limit = self._names.timeout if limit is None else limit
         store = dist.PrefixStore(f"monitored/{next(self._monitored)}", self._store)
-        with status.waiting(layout.MONITORED_BARRIER):
+        with own_page.waiting(layout.MONITORED_BARRIER):
             monitored_barrier.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
 
     # ---- a block for each rank

@@ -1,20 +1,20 @@
-"""The layout of a status page: fixed and versioned, so that anybody can read it at any time.
+"""The layout of a status page: fixed and versioned, so that every process can read it at any time.
 
-A page is 2,048 words of eight bytes, written without locks and without system calls, and may be read in the middle of
-that. So a record that changes begins and ends with the same number, written first and last, and a reader takes only a
-record where both are equal and that is still the same when it looks again.
+A page is 2,048 words of eight bytes, written without locks and without system calls, and it may be read during a write.
+So a record that changes begins and ends with the same number, written first and last, and a reader takes only a record
+where both are equal and that is the same in a second read.
 
-| word | what                                                                              |
+| word | content                                                                           |
 | ---- | --------------------------------------------------------------------------------- |
-| 0    | who: magic, version, pid, rank, world size, start, the same in the kernel's ticks |
-| 8    | the loop: phase and since when, epoch, step, samples, optimizer steps, heartbeat  |
-| 17   | the step of the last checkpoint that px.Checkpointer has saved or loaded           |
-| 18   | the store that it is connecting to, as host:port; empty otherwise                  |
+| 0    | magic, version, pid, rank, world size, start, the start in the kernel's ticks     |
+| 8    | the loop: phase and its start, epoch, step, samples, optimizer steps, heartbeat   |
+| 17   | the step of the last checkpoint that px.Checkpointer has saved or loaded          |
+| 18   | the store that it is connecting to, as host:port; empty otherwise                 |
 | 24   | seconds in each phase so far, and in collectives that we record ourselves         |
-| 40   | asked, answered: whoever looks raises the first, and the rank then the second     |
+| 40   | asked, answered: a reader raises the first, and the rank then sets the second     |
 | 44   | asked, answered: the same for the stacks of all threads                           |
-| 46   | seconds of these in which the loop waited for other ranks; since when it does now |
-| 64   | groups: name, ranks, and how far the flight recorder has seen them                |
+| 46   | seconds of each phase in which the loop waited for ranks; start of the wait now   |
+| 64   | groups: name, ranks, last enqueued and completed collective (flight recorder)     |
 | 384  | ring of the collectives that we record ourselves                                  |
 | 768  | places: lines of the user's code, to which collectives refer by number            |
 | 1792 | the latest collectives of torch's flight recorder                                 |
@@ -23,6 +23,7 @@ record where both are equal and that is still the same when it looks again.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from struct import Struct
@@ -33,22 +34,21 @@ WORD = 8
 PAGE_WORDS = 2048
 PAGE_BYTES = PAGE_WORDS * WORD
 
-WHO = 0
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
-"""A number, the phase, how often it has been written, epoch, step, samples, optimizer steps, since when, the number."""
+"""A number, the phase, the number of writes, epoch, step, samples, optimizer steps, start of the phase, the number."""
 CHECKPOINT_STEP = 17
 CONNECTING, CONNECTING_BYTES = 18, 48
 SECONDS = 24
-ASKED, ANSWERED = 40, 41
-STACKS_ASKED, STACKS_ANSWERED = 44, 45
+ASKED, STACKS_ASKED = 40, 44
+"""The answer is the next word."""
 GROUP, GROUPS, GROUP_WORDS = 64, 16, 20
 NAME_BYTES, RANKS_BYTES = 24, 96
 GROUP_RECORD = Struct(f"@QQ{NAME_BYTES}s{RANKS_BYTES}sQQQ")
 """A number, the group's number in this page, its name, the ranks, last enqueued, last completed, the number. The first
-group, which has all ranks, keeps its place; the others share the rest, and the latest are there."""
+group, which has all ranks, keeps its slot; the others share the rest, and the latest are kept."""
 RING, RING_ENTRIES = 384, 32
 ENTRY_WORDS, ENTRY_RECORD = 12, Struct("@QQQQQQdddQ")
-"""A collective: a number, its kind, number in its group, size, peer, place, when queued, started, ended, the number."""
+"""A collective: a number, kind, number in its group, size, peer, place, time queued, started, ended, the number."""
 PLACE, PLACES, PLACE_WORDS = 768, 32, 32
 """A place is the length of a text, and the text: line, function, file, with a zero between them."""
 FLIGHT, FLIGHT_ENTRIES = 1792, 16
@@ -70,7 +70,7 @@ OPERATIONS = (
     *("scatter", "reduce_scatter", "all_to_all", "send", "recv", "init_process_group", "rank_zero_first"),
     "TCPStore",
 )
-"""The first is any that has no name here."""
+"""The first stands for every operation that has no name here."""
 COLLECTIVE, ALL_REDUCE, BROADCAST, REDUCE, BARRIER, MONITORED_BARRIER, ALL_GATHER, GATHER = range(8)
 SCATTER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, INIT_PROCESS_GROUP, RANK_ZERO_FIRST, STORE = range(8, len(OPERATIONS))
 DTYPES = (
@@ -79,10 +79,12 @@ DTYPES = (
 )
 NO_PLACE = NO_PEER = 0xFFFF
 NO_GROUP = 0xFFFFFF
+STACK_SIGNAL = int(signal.SIGRTMIN) + 7 if hasattr(signal, "SIGRTMIN") else 0  # there is none without real-time signals
+"""Makes a rank write the Python stack of its main thread to `stacks_path`, whatever it is blocked in."""
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """(0, 3), (6, 6) for 0, 1, 2, 3, 6."""
+    """Returns (0, 3), (6, 6) for 0, 1, 2, 3, 6."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -93,7 +95,7 @@ def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def kind_of(group: int, op: int, dtype: int) -> int:
-    """The second word of a collective. The lowest byte is 1 when it has failed."""
+    """Returns the second word of a collective. The lowest byte is 1 when it has failed."""
     return group << 24 | op << 16 | dtype << 8
 
 
@@ -102,5 +104,5 @@ def status_path(run_directory: Path, rank: int) -> Path:
 
 
 def stacks_path(run_directory: Path, rank: int) -> Path:
-    """Where a rank writes its Python stacks when it is told to by STACK_SIGNAL."""
+    """The file to which a rank writes its Python stacks."""
     return run_directory / f"rank-{rank}.stacks"

@@ -1,4 +1,4 @@
-"""A notice for the person before the console. A rank reports it to the agent, which prints it once."""
+"""Notices for the user. A rank reports a notice to its agent, which prints it once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 
 _given: set[str] = set()
-_report: Callable[[str], bool] = lambda _: False  # noqa: E731 (nobody is there to report to)
+_report: Callable[[str], bool] = lambda _: False  # noqa: E731 (there is no agent)
 
 
 def give(text: str) -> None:
-    """Once in a process. Without an agent, as under torchrun, it is printed here."""
+    """Reports a notice once per process. Without an agent, as under torchrun, this process prints it."""
     if text not in _given:
         _given.add(text)
         if not _report(text):
@@ -18,6 +18,6 @@ def give(text: str) -> None:
 
 
 def report_by(call: Callable[[str], bool]) -> None:
-    """``call`` hands a notice of this process to its agent, and returns whether that has worked."""
+    """Sets the function that sends a notice to the agent, and returns True if that has worked."""
     global _report
     _report = call

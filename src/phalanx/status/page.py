@@ -1,7 +1,7 @@
 """The writing side of a status page. Every write is a store into memory; the end of the process closes it.
 
-A collective of shm may take less than ten microseconds, and this is in the way of every one. So there are no small
-functions here where a call would cost more than what it does.
+A collective of shm may take less than ten microseconds, and each one calls this code. So there are no small functions
+here whose call would cost more than their work.
 """
 
 from __future__ import annotations
@@ -11,61 +11,40 @@ import mmap
 import os
 from _thread import get_ident
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from sys import _getframe
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from phalanx import run_files
 from phalanx.status import layout
 from phalanx.status.code_lines import CodeLines
-from phalanx.status.layout import (
-    BLOCKED,
-    BLOCKED_SINCE,
-    ENTRY_WORDS,
-    NO_PEER,
-    NO_PLACE,
-    RING,
-    RING_ENTRIES,
-    WAITED,
-    WORD,
-    runs_of,
-)
-from phalanx.status.windows import Cutter
+from phalanx.status.layout import BLOCKED, BLOCKED_SINCE, ENTRY_WORDS, NO_PEER, NO_PLACE, RING, RING_ENTRIES, WORD
+from phalanx.status.windows import WindowWriter
 from phalanx.system import procfs
+
+if TYPE_CHECKING:
+    from phalanx.native.library import Log
 
 _LOOP_AT, _RING_AT, _ENTRY_BYTES = layout.LOOP * WORD, RING * WORD, ENTRY_WORDS * WORD
 _pack_loop, _pack_entry = layout.LOOP_RECORD.pack_into, layout.ENTRY_RECORD.pack_into
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A collective as torch's flight recorder has it, in the page's numbers."""
-
-    kind: int
-    number: int
-    size: int
-    queued_at: float
-    started_at: float
-    ended_at: float
-    place: tuple[str, int, str] | None
-    """File, line, function."""
-    peer: int = NO_PEER
-
-
 class StatusPage:
-    """Of this process."""
+    """The page that a rank writes."""
 
     def __init__(self, path: Path, rank: int = 0, world_size: int = 1) -> None:
         fd = run_files.open_file(path, os.O_RDWR | os.O_CREAT)
         try:
-            # A store into memory that a full disk cannot hold would kill us, so its blocks are taken now.
-            (os.posix_fallocate if hasattr(os, "posix_fallocate") else _lengthen)(fd, 0, layout.PAGE_BYTES)
+            if hasattr(os, "posix_fallocate"):
+                # A store into memory that a full disk cannot hold would kill us, so its blocks are allocated now.
+                os.posix_fallocate(fd, 0, layout.PAGE_BYTES)
+            else:
+                os.ftruncate(fd, layout.PAGE_BYTES)
             self.memory = mmap.mmap(fd, layout.PAGE_BYTES)
         finally:
             os.close(fd)
-        self.memory[:] = bytes(layout.PAGE_BYTES)  # an earlier attempt's, which somebody may have mapped
+        self.memory[:] = bytes(layout.PAGE_BYTES)  # of an earlier attempt, which a reader may have mapped
         whole = memoryview(self.memory)
         self._words, self._doubles = whole.cast("Q"), whole.cast("d")
         self._phase = layout.STARTED
@@ -74,12 +53,12 @@ class StatusPage:
         self._groups: dict[str, int] = {}
         self._next_group = itertools.count()
         self._in_slots = [-1] * layout.GROUPS
-        """The group that is noted in each."""
+        """The group in each slot."""
         self._recorded = self._writes = 0
-        self.thread = get_ident()  # the one that makes it is the one with the loop
+        self.thread = get_ident()  # the thread that creates the page runs the loop
         self._blocked_since = 0.0
-        """Since when it waits for other ranks otherwise than in a collective of its own."""
-        self._cutter = Cutter(self.memory)
+        """When it began to wait for other ranks outside of a collective that we record; 0: it does not."""
+        self._windows = WindowWriter(self.memory)
         self.places = CodeLines(self.memory)
         self._known = self.places.known
         self._write_loop()
@@ -91,7 +70,7 @@ class StatusPage:
     # ---- the loop
 
     def enter(self, phase: int) -> int:
-        """This rank is in this phase from now on; returns the one before."""
+        """Enters a phase, and returns the one before."""
         before, now = self._phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
         self._phase, self._since = phase, now
@@ -99,25 +78,28 @@ class StatusPage:
         return before
 
     def beat(self, phase: int, epoch: int, step: int, samples: int) -> None:
-        """What px.track knows beside the phase."""
+        """Enters a phase, and writes what px.track knows."""
         self._epoch, self._step, self._samples = epoch, step, samples
         self.enter(phase)
 
     def stepped(self, then: int) -> None:
-        """An optimizer has made a step, and this rank is in another phase from now on."""
+        """Counts an optimizer's step, and enters the phase after it."""
         self._updates += 1
         self.enter(then)
-        if self._updates == self._cutter.due:
+        if self._updates == self._windows.due:
             doubles = self._doubles
             own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
-            self._cutter.cut(own, self._since)
+            self._windows.cut(own, self._since)
 
     def checkpointed(self, step: int) -> None:
-        """The state of this step is in a whole checkpoint, just saved or loaded."""
+        """Writes the step of the checkpoint that was just saved or loaded."""
         self._words[layout.CHECKPOINT_STEP] = step
 
     def connecting(self, address: str) -> None:
-        """To a store; the empty address says that this is over. One that is too long for the page is not noted."""
+        """Writes the address of the store that this rank connects to; empty: it is connected.
+
+        An address that is too long for the page is not written.
+        """
         at = layout.CONNECTING * WORD
         data = address.encode()
         if len(data) > layout.CONNECTING_BYTES:
@@ -125,7 +107,7 @@ class StatusPage:
         self.memory[at : at + layout.CONNECTING_BYTES] = data.ljust(layout.CONNECTING_BYTES, b"\0")
 
     def tick(self) -> None:
-        """It gets on."""
+        """Writes that this rank makes progress."""
         self._write_loop()
 
     @property
@@ -136,15 +118,20 @@ class StatusPage:
     def is_in_backward(self) -> bool:
         return self._phase == layout.BACKWARD
 
+    @property
+    def is_in_loop(self) -> bool:
+        """True in the thread that runs the loop. Another one that saves or fetches is in no phase of the loop."""
+        return self.thread == get_ident()
+
     def block(self) -> bool:
-        """From now on this thread waits for other ranks. False: it is not the loop's, or it was known already."""
+        """Notes that the loop waits for other ranks. False: this is not its thread, or that is known already."""
         if self._blocked_since or get_ident() != self.thread:
             return False
         self._blocked_since = self._doubles[BLOCKED_SINCE] = time()
         return True
 
     def unblock(self) -> None:
-        """It does no longer, if it did."""
+        """Notes that the loop waits no longer, if it did."""
         if self._blocked_since and get_ident() == self.thread:
             self._doubles[BLOCKED + self._phase] += time() - self._blocked_since
             self._blocked_since = self._doubles[BLOCKED_SINCE] = 0.0
@@ -157,13 +144,13 @@ class StatusPage:
     # ---- groups
 
     def group(self, name: str, ranks: Sequence[int], enqueued: int | None = None, completed: int | None = None) -> int:
-        """The number by which collectives refer to this group. With many groups, the latest are kept."""
+        """Writes a group, and returns its number for collectives. With many groups, the latest are kept."""
         number = self._groups.get(name)
-        if number is None or self._in_slots[_slot(number)] != number:  # others have taken its place
+        if number is None or self._in_slots[_slot(number)] != number:  # another has taken its slot
             self._groups[name] = number = next(self._next_group)
             self._in_slots[_slot(number)] = number
         self._writes += 1
-        # One more than the numbers: zero says that the flight recorder does not see this group.
+        # One more than the numbers: zero means that the flight recorder does not see this group.
         layout.GROUP_RECORD.pack_into(
             *(self.memory, (layout.GROUP + _slot(number) * layout.GROUP_WORDS) * WORD, self._writes, number),
             *(name.encode()[-layout.NAME_BYTES :], _shortened(ranks, layout.RANKS_BYTES).encode()),
@@ -176,9 +163,9 @@ class StatusPage:
     def begin(
         self, kind: int, number: int, size: int, is_running: bool = True, peer: int = NO_PEER, own_frames: int = 1
     ) -> int:
-        """A collective that somebody asks for now. Returns what `start` and `end` want to know.
+        """Writes a collective that is called now, and returns its number for `start` and `end`.
 
-        ``own_frames``: so many at the top of the stack cannot be the user's; each costs time.
+        ``own_frames``: how many frames at the top of the stack cannot be the user's; looking at them costs time.
         """
         now = time()
         self._recorded = entry = self._recorded + 1
@@ -189,9 +176,8 @@ class StatusPage:
         )
         return entry
 
-    def announce(self, log: Any, kind: int, number: int, size: int, own_frames: int) -> int:
-        """The same for one that the C library runs next. It has the log (csrc/record.h), and
-        notes the start and the end itself."""
+    def announce(self, log: Log, kind: int, number: int, size: int, own_frames: int) -> int:
+        """Passes the same to the C library (csrc/record.h), which runs the collective and writes its start and end."""
         try:
             frame = _getframe(own_frames)  # as in `_here`
         except ValueError:
@@ -203,13 +189,13 @@ class StatusPage:
         return entry
 
     def start(self, entry: int) -> None:
-        """It was queued until now."""
+        """Writes that a queued collective runs."""
         at = RING + entry % RING_ENTRIES * ENTRY_WORDS
-        if self._words[at] == entry:  # later ones may have taken its place
+        if self._words[at] == entry:  # a later one may have taken its slot
             self._doubles[at + 7] = time()
 
     def end(self, entry: int, seconds: float, has_failed: bool = False) -> None:
-        """``seconds``: that it took, with the waiting for other ranks."""
+        """Writes that a collective has ended. ``seconds``: its duration, with the wait for other ranks."""
         at = RING + entry % RING_ENTRIES * ENTRY_WORDS
         if self._words[at] == entry:
             if has_failed:
@@ -217,41 +203,44 @@ class StatusPage:
             self._doubles[at + 8] = time()
         if get_ident() == self.thread and not self._blocked_since:
             self._doubles[BLOCKED + self._phase] += seconds
-        self._doubles[WAITED] += seconds
+        self._doubles[layout.WAITED] += seconds
 
-    def fly(self, index: int, seen: Flight | None) -> None:
-        """One of the latest collectives of the flight recorder; None: there are no more."""
-        at = layout.FLIGHT + index * ENTRY_WORDS
-        if seen is None:
-            self._words[at] = 0
-            return
+    def write_flight(
+        self,
+        index: int,
+        kind: int,
+        number: int,
+        size: int,
+        started: float,
+        ended: float,
+        line: tuple[str, int, str] | None,
+    ) -> None:
+        """Writes one of the latest collectives of the flight recorder. ``line``: file, line and function."""
         self._writes += 1
-        place = NO_PLACE if seen.place is None else self.places.slot_of(*seen.place)
+        place = NO_PLACE if line is None else self.places.slot_of(*line)
+        at = (layout.FLIGHT + index * ENTRY_WORDS) * WORD
         _pack_entry(
-            *(self.memory, at * WORD, self._writes, seen.kind, seen.number, seen.size, seen.peer, place),
-            *(seen.queued_at, seen.started_at, seen.ended_at, self._writes),
+            self.memory, at, self._writes, kind, number, size, NO_PEER, place, started, started, ended, self._writes
         )
 
-    # ---- asking
+    def clear_flights(self, first: int = 0) -> None:
+        """Removes the collectives of the flight recorder, from this index on."""
+        for index in range(first, layout.FLIGHT_ENTRIES):
+            self._words[layout.FLIGHT + index * ENTRY_WORDS] = 0
 
-    def is_asked(self) -> bool:
-        """Whether somebody wants the page to be as new as can be."""
-        return self._words[layout.ASKED] != self._words[layout.ANSWERED]
+    # ---- requests
 
-    def answer(self) -> None:
-        self._words[layout.ANSWERED] = self._words[layout.ASKED]
+    def is_asked(self, word: int) -> bool:
+        """True if a reader waits for an answer. ``word``: of the request, which the answer follows."""
+        return self._words[word] != self._words[word + 1]
 
-    def are_stacks_asked(self) -> bool:
-        """Whether somebody wants to know where all threads are."""
-        return self._words[layout.STACKS_ASKED] != self._words[layout.STACKS_ANSWERED]
+    def answer(self, word: int) -> None:
+        self._words[word + 1] = self._words[word]
 
-    def answer_stacks(self) -> None:
-        self._words[layout.STACKS_ANSWERED] = self._words[layout.STACKS_ASKED]
-
-    # ---- places in the user's code
+    # ---- the user's code
 
     def _here(self, own_frames: int) -> int:
-        """The number of the line that asks."""
+        """Returns the number of the user's line that calls."""
         try:
             frame = _getframe(own_frames)
         except ValueError:  # there are fewer: a thread of C++ calls us
@@ -260,16 +249,12 @@ class StatusPage:
         return self.places.find(frame) if place is None else place
 
 
-def _lengthen(fd: int, _: int, length: int) -> None:
-    os.ftruncate(fd, length)
-
-
 def _slot(group: int) -> int:
-    """Nobody takes the first one's, which has all ranks."""
+    """Returns where a group is written. The first one has all ranks, and keeps its slot."""
     return 0 if group == 0 else 1 + (group - 1) % (layout.GROUPS - 1)
 
 
 def _shortened(ranks: Sequence[int], most: int) -> str:
-    """0-3,6 for 0, 1, 2, 3, 6. If that is too long, the last ones are left out."""
-    text = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs_of(ranks))
+    """Returns 0-3,6 for 0, 1, 2, 3, 6. If that is too long, the last ones are left out."""
+    text = ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in layout.runs_of(ranks))
     return text if len(text) <= most else text[: text.rfind(",", 0, most + 1)]

@@ -1,4 +1,4 @@
-"""The reading side: from the bytes of a page, of a living rank or a dead one, to records."""
+"""The reading side of a status page: turns its bytes into records, whether the rank lives or not."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from struct import Struct
-from typing import Any
+from typing import Any, Literal
 
 from phalanx import run_files
-from phalanx.messages import Count, Record
+from phalanx.messages import Count, Record, Text
 from phalanx.status import layout
 
 _TRIES = 100
@@ -20,46 +20,50 @@ _MOST_RANKS = 1 << 20
 
 
 class CodeLine(Record, frozen=True):
-    """A line of somebody's code."""
+    """A line of code, of a stack or from which a collective was called."""
 
-    file: str
+    file: Text
     line: Count
-    function: str
+    function: Text
+    source: Text = ""
+    """The text of the line; empty as long as it has not been looked up."""
+    loops: tuple[tuple[int, int], ...] = ()
+    """The first and last lines of the loops of its function that it is in, outermost first."""
+    is_users: bool = True
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line}"
 
 
 class Group(Record, frozen=True):
-    """A process group, as one of its ranks knows it."""
+    """A process group, as one of its ranks sees it."""
 
     name: str
     ranks: tuple[Count, ...]
     enqueued: Count | None
-    """The number of the last collective that torch's flight recorder has seen asked for; None: not one that it sees."""
+    """The number of the last collective in torch's flight recorder; None for a group that it does not record."""
     completed: Count | None
 
 
 class Collective(Record, frozen=True):
-    """One of the last ones of a rank."""
+    """A collective that a rank has called."""
 
     group: str
     number: Count
-    """In its group; the same on all of its ranks, as long as they ask for the same."""
+    """The number in its group: the same on all of its ranks, as long as they call the same collectives."""
     op: str
     dtype: str
-    """Empty if it carries nothing."""
+    """Empty if it carries no data."""
     size: Count
-    """Elements."""
+    """The number of elements."""
     peer: Count | None
-    """Of send and recv, in the group's numbers."""
-    state: str
-    """queued, running, done or failed"""
+    """The other rank of send and recv, as the group numbers it."""
+    state: Literal["queued", "running", "done", "failed"]
     queued_at: float
     started_at: float | None
     ended_at: float | None
     place: CodeLine | None
-    """The user's line that asked for it."""
+    """The user's line that called it."""
 
     @property
     def is_open(self) -> bool:
@@ -67,7 +71,7 @@ class Collective(Record, frozen=True):
 
 
 class Status(Record, frozen=True):
-    """What a rank was doing when it last wrote."""
+    """The state of a rank when it last wrote."""
 
     pid: Count
     rank: Count
@@ -75,30 +79,30 @@ class Status(Record, frozen=True):
     started_at: float
     phase: str
     since: float
-    """When the phase began: the last sign of life of its loop. All times are seconds since 1970."""
+    """When the phase began: the last sign of life of the loop. All times are seconds since 1970."""
     epoch: Count
     step: Count
-    """In this epoch, counted by px.track."""
+    """The step in this epoch, counted by px.track."""
     samples: Count
     updates: Count
-    """Steps of optimizers."""
+    """The number of optimizer steps."""
     beats: Count
-    """Grows with everything that the rank writes about its loop."""
+    """The number of writes about the loop."""
     ended: Count
-    """Grows with the collectives that have ended, on shm; for other backends, see groups."""
+    """Grows with each collective on shm that ends; for other backends, see groups."""
     waited: float
-    """Seconds in those."""
+    """Seconds in these collectives."""
     seconds: Mapping[str, float]
-    """In each phase, up to the beginning of this one."""
+    """Seconds in each phase, up to the beginning of this one."""
     groups: tuple[Group, ...]
     collectives: tuple[Collective, ...]
     """Oldest first."""
     blocked: Mapping[str, float] = {}
     """Seconds of each phase in which its loop waited for other ranks."""
     blocked_since: float | None = None
-    """When it began to, if it waits now."""
+    """When its loop began to wait, if it waits now."""
     ticks: Count = 0
-    """When its process began, by the kernel's own count: no change of the clock changes that. 0: not known."""
+    """When its process began, in the kernel's ticks, which a change of the clock does not affect. 0: not known."""
     checkpoint: Count = 0
     """The step of the last checkpoint that px.Checkpointer has saved or loaded."""
     connecting: str = ""
@@ -106,36 +110,40 @@ class Status(Record, frozen=True):
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Changes when the rank gets on: its loop, an optimizer's step, a collective that ends."""
+        """A value that changes when the rank makes progress: its loop, an optimizer's step, a collective that ends."""
         return self.beats, self.ended, sum(group.completed or 0 for group in self.groups)
 
     @property
     def open_collective(self) -> Collective | None:
-        """The oldest one that has not ended: it is the one that the rank waits in."""
+        """The oldest collective that has not ended: the one that the rank waits in."""
         return next((collective for collective in self.collectives if collective.is_open), None)
 
 
 def read(path: Path) -> Status | None:
-    """What stands in the page; None when there is none, or none of ours."""
+    """Reads a page. None if there is none, or if it is not ours."""
     for _ in range(_TRIES):
         try:
-            page, again = (_Page(run_files.read(path, most=layout.PAGE_BYTES)) for _ in range(2))
+            data, again = (run_files.read(path, most=layout.PAGE_BYTES) for _ in range(2))
         except PermissionError:
             raise
-        except OSError:  # there is none, or something else has its name
+        except OSError:  # there is none, or another kind of file has its name
             return None
-        if len(page.data) < layout.PAGE_BYTES or page.data[:8] != layout.MAGIC or page.words[1] != layout.VERSION:
+        if len(data) < layout.PAGE_BYTES or data[:8] != layout.MAGIC:
             return None
-        if page.record(layout.LOOP, layout.LOOP_RECORD, again) is not None:
+        page = _Page(data, again)
+        if page.words[1] != layout.VERSION:
+            return None
+        loop = page.record(layout.LOOP, layout.LOOP_RECORD)
+        if loop is not None:
             try:
-                return _parsed(page, again)
+                return _parsed(page, *loop)
             except (IndexError, ValueError):  # numbers that we do not write
                 return None
-    return None  # it died while writing
+    return None  # the rank died while writing
 
 
 def pulse(path: Path) -> tuple[int, ...] | None:
-    """Changes when `Status.progress` does, for those who look all the time. A torn read is a change as well."""
+    """Returns a value that changes when `Status.progress` does, and costs less. A torn read is a change as well."""
     try:
         data = run_files.read(path, most=layout.RING * layout.WORD)
     except OSError:
@@ -149,18 +157,11 @@ def pulse(path: Path) -> tuple[int, ...] | None:
     return beats, waited, sum(layout.GROUP_RECORD.unpack_from(data, at * layout.WORD)[-2] for at in groups)
 
 
-def ask(path: Path, seconds: float) -> bool:
-    """Asks a living rank to bring its page up to date; whether it has answered in time."""
-    return _ask(path, layout.ASKED, seconds)
+def ask(path: Path, seconds: float, word: int = layout.ASKED) -> bool:
+    """Asks a living rank to bring its page up to date, and returns True if it has done so in time.
 
-
-def ask_stacks(path: Path, seconds: float) -> bool:
-    """Asks it to write the stacks of all its threads to `stacks_path`. It answers if it has a thread left to do so."""
-    return _ask(path, layout.STACKS_ASKED, seconds)
-
-
-def _ask(path: Path, word: int, seconds: float) -> bool:
-    """The answer is in the next word."""
+    With STACKS_ASKED, to write the stacks of all its threads to `stacks_path`, if it has a thread left that can.
+    """
     with (
         os.fdopen(run_files.open_to_read(path, os.O_RDWR), "r+b") as file,
         mmap.mmap(file.fileno(), layout.PAGE_BYTES) as page,
@@ -169,7 +170,7 @@ def _ask(path: Path, word: int, seconds: float) -> bool:
     ):
         words[word] += 1
         deadline = time.monotonic() + seconds
-        # It looks several times a second; memory has no event to wait for.
+        # The rank looks several times a second; memory has no event to wait for.
         while words[word] != words[word + 1]:
             if time.monotonic() > deadline:
                 return False
@@ -178,25 +179,23 @@ def _ask(path: Path, word: int, seconds: float) -> bool:
 
 
 class _Page:
-    """A copy of one."""
+    """Two copies of a page, read one after the other."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data[: layout.PAGE_BYTES]
-        whole = memoryview(self.data if len(data) >= layout.PAGE_BYTES else bytes(layout.PAGE_BYTES))
-        self.words, self.doubles = whole.cast("Q"), whole.cast("d")
+    def __init__(self, data: bytes, again: bytes) -> None:
+        self.data, self._again = data, again
+        self.words, self.doubles = memoryview(data).cast("Q"), memoryview(data).cast("d")
 
-    def record(self, at: int, shape: Struct, again: _Page) -> tuple[Any, ...] | None:
-        """Without its two numbers; None when it is empty, or was being written."""
+    def record(self, at: int, shape: Struct) -> tuple[Any, ...] | None:
+        """Returns a record without its two numbers; None when it is empty, or was being written."""
         start = at * layout.WORD
         found = shape.unpack_from(self.data, start)
-        is_same = self.data[start : start + shape.size] == again.data[start : start + shape.size]
+        is_same = self.data[start : start + shape.size] == self._again[start : start + shape.size]
         return found[1:-1] if is_same and found[0] == found[-1] != 0 else None
 
 
-def _parsed(page: _Page, again: _Page) -> Status:
-    loop = page.record(layout.LOOP, layout.LOOP_RECORD, again)
-    assert loop is not None
-    phase, beats, epoch, step, samples, updates, since = loop
+def _parsed(
+    page: _Page, phase: int, beats: int, epoch: int, step: int, samples: int, updates: int, since: float
+) -> Status:
     pid, rank, world_size = page.words[2:5]
     if max(rank, world_size) > _MOST_RANKS:
         raise ValueError(f"rank {rank} of {world_size}")
@@ -204,53 +203,40 @@ def _parsed(page: _Page, again: _Page) -> Status:
         {name: page.doubles[first + index] for index, name in enumerate(layout.PHASES)}
         for first in (layout.SECONDS, layout.BLOCKED)
     )
-    groups = _groups(page, again)
-    recorded = _collectives(page, again, groups, layout.RING, layout.RING_ENTRIES)
+    groups = _groups(page)
+    recorded = _collectives(page, groups, layout.RING, layout.RING_ENTRIES)
     ended = max((entry for _, entry, collective in recorded if not collective.is_open), default=0)
-    collectives = sorted(
-        recorded + _collectives(page, again, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES),
-        key=lambda found: found[:2],
-    )
+    collectives = recorded + _collectives(page, groups, layout.FLIGHT, layout.FLIGHT_ENTRIES)
+    collectives.sort(key=lambda found: found[:2])
+    in_call = (one.queued_at for _, _, one in recorded if one.state == "running" and one.started_at == one.queued_at)
     return Status(
         *(pid, rank, world_size, page.doubles[5], layout.PHASES[phase], since),
         *(epoch, step, samples, updates, beats, ended, page.doubles[layout.WAITED]),
         *(seconds, tuple(groups.values())),
         tuple(collective for _, _, collective in collectives),
-        *(blocked, page.doubles[layout.BLOCKED_SINCE] or _in_a_call([one for _, _, one in recorded])),
+        blocked,
+        page.doubles[layout.BLOCKED_SINCE] or next(in_call, None),  # a synchronous collective was never queued
         ticks=page.words[6],
         checkpoint=page.words[layout.CHECKPOINT_STEP],
         connecting=_text(page.data[layout.CONNECTING * layout.WORD :][: layout.CONNECTING_BYTES]),
     )
 
 
-def _in_a_call(collectives: list[Collective]) -> float | None:
-    """Since when the loop is in a synchronous collective: one that was never queued."""
-    waits = (one.queued_at for one in collectives if one.state == "running" and one.started_at == one.queued_at)
-    return next(waits, None)
-
-
-def _groups(page: _Page, again: _Page) -> dict[int, Group]:
+def _groups(page: _Page) -> dict[int, Group]:
     found = {}
     for slot in range(layout.GROUPS):
-        record = page.record(layout.GROUP + slot * layout.GROUP_WORDS, layout.GROUP_RECORD, again)
+        record = page.record(layout.GROUP + slot * layout.GROUP_WORDS, layout.GROUP_RECORD)
         if record is not None:
-            number, name, ranks, enqueued, completed = record
-            found[number] = Group(
-                _text(name),
-                _spread(_text(ranks)),
-                enqueued - 1 if enqueued else None,
-                completed - 1 if completed else None,
-            )
+            number, name, ranks, *counts = record
+            found[number] = Group(_text(name), _spread(_text(ranks)), *(one - 1 if one else None for one in counts))
     return found
 
 
-def _collectives(
-    page: _Page, again: _Page, groups: dict[int, Group], first: int, count: int
-) -> list[tuple[float, int, Collective]]:
-    """With what they are sorted by: a clock may stand still between two of them."""
+def _collectives(page: _Page, groups: dict[int, Group], first: int, count: int) -> list[tuple[float, int, Collective]]:
+    """Returns collectives with their time and their number in the page: two may have the same time."""
     found = []
     for at in range(first, first + count * layout.ENTRY_WORDS, layout.ENTRY_WORDS):
-        record = page.record(at, layout.ENTRY_RECORD, again)
+        record = page.record(at, layout.ENTRY_RECORD)
         if record is None:
             continue
         kind, number, size, peer, place, queued, started, ended = record
@@ -281,7 +267,7 @@ def _text(field: bytes) -> str:
 
 
 def _spread(text: str) -> tuple[int, ...]:
-    """The opposite of the page's short form; what was cut off at its end is left out."""
+    """Returns 0, 1, 2, 3, 6 for 0-3,6. A rank that was cut off at the end is left out."""
     ranks: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

@@ -1,4 +1,4 @@
-"""Where the threads of a process stand: from the words of faulthandler or py-spy to records."""
+"""Parses the stacks of a process, as faulthandler or py-spy writes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import linecache
 import re
 from collections.abc import Iterable, Sequence
 
-from phalanx.messages import Count, Record, Text, replace
+from phalanx.messages import Record, Text, replace
 from phalanx.source_lines import is_users, lines_of, program_of, shorten_path, source_of
+from phalanx.status.reading import CodeLine
 
 _THREAD = re.compile(
     r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(?P<name>.*)\])?|Stack) \(most recent call first\):"
@@ -18,43 +19,23 @@ _LINE = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 _ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 
 
-class Line(Record, frozen=True):
-    """One line of a stack."""
-
-    file: Text
-    line: Count
-    function: Text
-    source: Text = ""
-    """Its text."""
-    loops: tuple[tuple[int, int], ...] = ()
-    """The first and last lines of the loops of its function that it stands in, outermost first."""
-    is_users: bool = True
-
-    def is_in(self, *files: str) -> bool:
-        return self.file.endswith(files)
-
-
 class Thread(Record, frozen=True):
-    """One thread of a process."""
+    """The stack of a thread."""
 
-    lines: tuple[Line, ...]
-    """Innermost first, as both tools give them."""
+    lines: tuple[CodeLine, ...]
+    """The lines of its stack, innermost first."""
     name: Text = ""
     is_main: bool = False
 
     @property
-    def users(self) -> tuple[Line, ...]:
+    def users(self) -> tuple[CodeLine, ...]:
         """The user's own lines."""
         return tuple(line for line in self.lines if line.is_users)
 
     @property
-    def telling(self) -> Line | None:
-        """The innermost line of the user's; where there is none, the innermost at all."""
+    def shown(self) -> CodeLine | None:
+        """The innermost line of the user's code; without one, the innermost line."""
         return next(iter(self.users or self.lines), None)
-
-    @property
-    def innermost(self) -> Line | None:
-        return self.lines[0] if self.lines else None
 
 
 def main_thread(threads: Sequence[Thread]) -> Thread | None:
@@ -62,23 +43,23 @@ def main_thread(threads: Sequence[Thread]) -> Thread | None:
 
 
 def from_faulthandler(text: str) -> tuple[Thread, ...]:
-    """What one process has written about itself, once."""
-    found: list[tuple[str, list[Line]]] = []
+    """Parses the stacks that a process has written about itself."""
+    found: list[tuple[str, list[CodeLine]]] = []
     for row in text.splitlines():
         if begun := _THREAD.match(row):
             found.append((begun["name"] or "", []))
         elif (matched := _LINE.match(row)) and found:
             found[-1][1].append(_line(matched["file"], int(matched["line"]), matched["function"]))
     names = [name for name, _ in found]
-    # A signal handler knows no names. The main thread began with a module's first line, and before all others: they are
-    # listed newest first, and a very deep stack is cut off at that end.
+    # A signal handler writes no names. The main thread began in a module, and before all others: threads are listed
+    # newest first, and a very deep stack is cut off at its outer end.
     mains = [index for index, (_, lines) in enumerate(found) if lines and lines[-1].function == "<module>"]
     main = names.index("MainThread") if "MainThread" in names else mains[-1] if mains else len(found) - 1
     return _with_owner(Thread(tuple(lines), name, index == main) for index, (name, lines) in enumerate(found))
 
 
 def from_py_spy(text: str) -> tuple[Thread, ...]:
-    """``py-spy dump --json``; nothing when it could not look."""
+    """Parses the output of ``py-spy dump --json``; returns nothing when py-spy has failed."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -93,12 +74,12 @@ def from_py_spy(text: str) -> tuple[Thread, ...]:
     )
 
 
-def _line(file: str, line: int, function: str) -> Line:
-    return Line(_unescaped(file), line, _unescaped(function))
+def _line(file: str, line: int, function: str) -> CodeLine:
+    return CodeLine(_unescaped(file), line, _unescaped(function))
 
 
 def _with_owner(threads: Iterable[Thread]) -> tuple[Thread, ...]:
-    """The same with the user's lines marked; the main thread's outermost line tells where the program lives."""
+    """Marks the user's lines. The main thread's outermost line is in the program."""
     threads = tuple(threads)
     main = main_thread(threads)
     program = program_of(line.file for line in reversed(main.lines)) if main else ""
@@ -109,32 +90,32 @@ def _with_owner(threads: Iterable[Thread]) -> tuple[Thread, ...]:
 
 
 def _unescaped(text: str) -> str:
-    """A signal handler can write ASCII only: \\u6587 stands for one character."""
+    """Replaces \\u6587 by the character: a signal handler can write ASCII only."""
     return _ESCAPED.sub(lambda found: chr(int(next(filter(None, found.groups())), 16)), text)
 
 
-# ---- what the files say
+# ---- the source files
 
 
 def with_sources(threads: Sequence[Thread]) -> tuple[Thread, ...]:
-    """The same with the text of each line, the loops of the user's, and paths as a person would write them.
+    """Adds the text of each line and the loops around the user's, and shortens paths.
 
-    Only where the files are: another node has other files, and another working directory.
+    To be called on the rank's node: another one has other files, and another working directory.
     """
     linecache.checkcache()  # a file may have been changed since the last hang
     return tuple(replace(thread, lines=tuple(map(_with_source, thread.lines))) for thread in threads)
 
 
-def _with_source(line: Line) -> Line:
+def _with_source(line: CodeLine) -> CodeLine:
     loops = enclosing_loops("".join(lines_of(line.file)), line.line) if line.is_users else ()
     return replace(line, file=shorten_path(line.file), source=source_of(line.file, line.line), loops=loops)
 
 
 def enclosing_loops(text: str, line: int) -> tuple[tuple[int, int], ...]:
-    """First and last lines of the loops around a line, in its own function, outermost first."""
+    """Returns the first and last lines of the loops around a line in its function, outermost first."""
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):  # not Python, or being edited just now
+    except (SyntaxError, ValueError):  # not Python, or just being edited
         return ()
     around = [
         node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
@@ -145,7 +126,7 @@ def enclosing_loops(text: str, line: int) -> tuple[tuple[int, int], ...]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             loops.clear()
         elif isinstance(node, ast.For | ast.While | ast.AsyncFor):
-            body_ends = node.body[-1].end_lineno or 0  # a loop's `else` is behind it
+            body_ends = node.body[-1].end_lineno or 0  # without its `else`
             if line <= body_ends:
                 loops.append((node.lineno, body_ends))
     return tuple(loops)

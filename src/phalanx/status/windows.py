@@ -1,7 +1,7 @@
-"""Windows of ten steps: the rank's own work in each phase, without what it waited for others.
+"""Windows of ten steps: the rank's own work in each phase, without its waits for other ranks.
 
 Every rank cuts its windows at the same steps, so that those of different ranks can be compared, wherever and whenever
-they are read. Where steps are short not every ten are kept, but one ten in so many that a few windows last a second.
+they are read. Where steps are short, most windows are skipped, and a few are kept per second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST = WINDOW_STEPS << 16
 _BYTES = WINDOWS * WINDOW_WORDS * WORD
 
 
-class Cutter:
-    """The writing side."""
+class WindowWriter:
+    """Writes the windows of this rank into its page."""
 
     def __init__(self, page: mmap) -> None:
         self._page = page
@@ -32,10 +32,10 @@ class Cutter:
         self._begun: tuple[float, ...] | None = None
         self._ended_at = 0.0
         self.due = WINDOW_STEPS
-        """The step at which `cut` is to be called; what comes before the first is warming up."""
+        """The step at which to call `cut`. The steps before the first window are warm-up."""
 
     def cut(self, own: tuple[float, ...], now: float) -> None:
-        """``own``: seconds in each phase so far."""
+        """Ends a window, begins one, or both. ``own``: seconds of own work in each phase so far."""
         if self._begun is not None:
             self._write(own)
             self._adapt(now)
@@ -51,7 +51,7 @@ class Cutter:
         WINDOW_RECORD.pack_into(self._page, at, self._written, self.due, *spent, self._written)
 
     def _adapt(self, now: float) -> None:
-        # By factors of two: ranks that differ by one step of this still have every second window in common.
+        # By factors of two: ranks whose intervals differ by one factor have every second window in common.
         if now - self._ended_at < _SOONEST and self._every < _MOST:
             self._every *= 2
         elif now - self._ended_at > _LATEST and self._every > WINDOW_STEPS:
@@ -63,9 +63,9 @@ class Window(NamedTuple):
     """Ten steps of one rank."""
 
     updates: int
-    """The number of the last one."""
+    """The number of the last step."""
     seconds: Mapping[str, float]
-    """Of its own work, in each phase."""
+    """Seconds of own work in each phase."""
 
     @property
     def own(self) -> float:
@@ -73,8 +73,8 @@ class Window(NamedTuple):
         return sum(self.seconds.values()) / WINDOW_STEPS
 
 
-def windows(path: Path) -> tuple[Window, ...]:
-    """Those that a page still holds, oldest first."""
+def read_windows(path: Path) -> tuple[Window, ...]:
+    """Returns the windows that a page still holds, oldest first."""
     try:
         fd = run_files.open_to_read(path)
     except OSError:

@@ -13,12 +13,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx import argparser, status
+from phalanx import argparser
 from phalanx import world as worlds
 from phalanx.comm import clock
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
-from phalanx.status import layout
+from phalanx.status import layout, own_page
+from phalanx.status.page import StatusPage
 from phalanx.torch_compat.tensors import tree_map_only
 from phalanx.train import log
 from phalanx.train.progress import Board, Line, Report, describe
@@ -193,12 +194,12 @@ _numbers = itertools.count()
 """Of the passes in this process: every rank makes the same ones in the same order, so a number names one for all."""
 
 
-def _run_files(rank: int) -> tuple[EventLog | None, status.StatusPage | None]:
+def _run_files(rank: int) -> tuple[EventLog | None, StatusPage | None]:
     """The event log and the status page of this rank, if ``phalanx run`` has made a place for them."""
     directory = os.environ.get("PHALANX_RUN_DIR")
     if not directory or not Path(directory).is_dir():
         return None, None
-    return EventLog(rank_events_path(Path(directory), rank)), status.own()
+    return EventLog(rank_events_path(Path(directory), rank)), own_page.current()
 
 
 def _batches(loader: Any) -> int | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx import events, messages, status
+from phalanx import events, messages
 from phalanx.events import Ending, Frame
 from phalanx.failure.crash_loop import CrashLoop, identity
 from phalanx.failure.failure_text import failure_block, one_line
@@ -20,6 +20,7 @@ from phalanx.launch.agent.run_record import RunRecord
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.multinode import SingleNode
 from phalanx.source_lines import shorten_path, source_of, users_line
+from phalanx.status import layout, reading
 from phalanx.status.rank_record import MESSAGES
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class FailureJudge:
         return [self._with_call(ending) if ending.failed else ending for ending in endings]
 
     def _with_call(self, ending: Ending) -> Ending:
-        page = status.read(status.status_path(self._directory, ending.rank))
+        page = reading.read(layout.status_path(self._directory, ending.rank))
         if page is not None and page.pid != ending.pid:
             page = None  # of an earlier attempt
         known = page.collectives if page is not None else ()

@@ -212,7 +212,7 @@ def open_rank(
 
 def _remove_old_files(run_directory: Path, rank: int) -> None:
     """Files of an earlier attempt would be taken for this one's until it has written its own."""
-    from phalanx.status import status_path  # which a first attempt does without
+    from phalanx.status.layout import status_path  # which a first attempt does without
 
     for path in (events.error_path(run_directory, rank), status_path(run_directory, rank)):
         with contextlib.suppress(OSError):  # no longer ours: then nothing is written there, either

@@ -24,11 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx import secret, status
+from phalanx import secret
 from phalanx.entry_point import python_command
 from phalanx.launch.process import exit_report, process_tree, torch_setup
 from phalanx.source_lines import LAUNCHER
-from phalanx.status import layout, notices
+from phalanx.status import layout, notices, own_page
 from phalanx.torch_compat import names as torch_names
 
 if TYPE_CHECKING:  # a rank in an interpreter of its own imports nothing but the standard library before its script
@@ -132,7 +132,7 @@ def run(script: Script, report: int, fds: list[int]) -> None:
     """Runs the program; how it ends is how this process ends."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would be read in blocks
-    report = status.out_of_the_way(report)
+    report = own_page.move_fd_up(report)
     if not faulthandler.is_enabled():
         faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
     pid = os.getpid()
@@ -159,13 +159,13 @@ def run(script: Script, report: int, fds: list[int]) -> None:
 def _begin_page(rank: int) -> None:
     directory = os.environ.get("PHALANX_RUN_DIR")
     if directory is not None:
-        status.begin(Path(directory), rank, int(os.environ["WORLD_SIZE"]))
+        own_page.begin(Path(directory), rank, int(os.environ["WORLD_SIZE"]))
         torch_names.report_to(Path(directory), rank)
 
 
 def _end_page() -> None:
     """The script's last line is behind it; what it has left to be done at exit may still take its time."""
-    page = status.own()
+    page = own_page.current()
     if page is not None:
         page.enter(layout.DONE)
 
@@ -221,7 +221,7 @@ def _first_on_path(directory: str) -> None:
 def _end_with(rank: int, report: int, error: BaseException) -> None:
     """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
     error = exit_report.real_reason(error)
-    status.complete()
+    own_page.complete()
     trace = exit_report.script_side(error, _user_side)
     error.__traceback__ = trace
     if isinstance(error, SystemExit):

@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from phalanx import status
 from phalanx.native import library
-from phalanx.status import layout
+from phalanx.status import layout, own_page
 
 _OTHER = layout.DTYPES.index("other")
 _DTYPES = {getattr(torch, layout.DTYPES[code]): code for code in range(1, _OTHER)}
@@ -22,7 +21,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         super().__init__()
-        self.page = status.own()
+        self.page = own_page.current()
         self._group = self.page.group(name, ranks) if self.page is not None else layout.NO_GROUP
 
     def __missing__(self, key: tuple[int, torch.dtype | None]) -> int:
@@ -54,4 +53,4 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
     def waiting(self, op: int, tensor: Tensor, peer: int | None) -> AbstractContextManager[None]:
         """Shows in the page that this rank waits for a message."""
         peer = layout.NO_PEER if peer is None else peer
-        return status.waiting(op, self[op, tensor.dtype], peer, tensor.numel())
+        return own_page.waiting(op, self[op, tensor.dtype], peer, tensor.numel())

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from phalanx import status
 from phalanx.errors import UsageError
 from phalanx.native import library
-from phalanx.status import StatusPage
+from phalanx.status import own_page
 from phalanx.status.layout import NO_PEER
+from phalanx.status.page import StatusPage
 
 _NO_LIMIT = timedelta(0)
 _OWN_FRAMES = 5
@@ -95,7 +95,7 @@ class Work(dist.Work):
         return True
 
     def _wait(self, limit: float) -> None:
-        page = status.own()
+        page = own_page.current()
         blocks = page is not None and page.block()
         try:
             if not self._pending.acquire(timeout=limit):

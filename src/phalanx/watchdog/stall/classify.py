@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phalanx.status import Collective
 from phalanx.status.rank_record import MESSAGES, RankRecord
-from phalanx.status.stack_parser import Line
+from phalanx.status.reading import CodeLine, Collective
 from phalanx.watchdog.stall.rank_activity import RankActivity, rank_activity
 
 _COMPARED = 8
@@ -22,7 +21,7 @@ class Waiting:
 
     ranks: tuple[int, ...]
     collective: Collective
-    line: Line | None
+    line: CodeLine | None
     is_open: bool = True
     """False: it has ended for them."""
 
@@ -220,12 +219,11 @@ def _joined(found: Sequence[tuple[RankRecord, Collective]]) -> Waiting:
     return Waiting(ranks, collective, _line_of(record, collective), collective.is_open)
 
 
-def _line_of(record: RankRecord, collective: Collective) -> Line | None:
+def _line_of(record: RankRecord, collective: Collective) -> CodeLine | None:
     """The line that asked for it. A rank that waits in it stands there, if its page does not know."""
-    place = collective.place
-    if place is not None:
-        return Line(place.file, place.line, place.function, record.source_of(place))
-    return record.main.telling if record.main and record.waits_in == collective else None
+    if collective.place is not None:
+        return collective.place
+    return record.main.shown if record.main and record.waits_in == collective else None
 
 
 def _elsewhere(absent: Sequence[RankRecord], waiters: Sequence[RankRecord]) -> Iterator[Elsewhere]:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from phalanx import status
+from phalanx.status import layout, reading
 from phalanx.status.rank_record import Child, RankRecord
 from phalanx.status.watched_rank import WatchedRank
 from phalanx.system import procfs
@@ -61,7 +61,7 @@ class ProgressMonitor:
         return bool(moved)
 
     def _has_moved(self, rank: int, member: WatchedRank) -> bool:
-        pulse = status.pulse(status.status_path(self._directory, rank)) or ()
+        pulse = reading.pulse(layout.status_path(self._directory, rank)) or ()
         pulse = (*pulse, member.pid or 0, member.exited is not None)
         before = self._pulses.get(rank)
         self._pulses[rank] = pulse
@@ -70,7 +70,7 @@ class ProgressMonitor:
     def _when_moved(self, rank: int, now: float) -> float:
         """As its page says, if what it says fits."""
         noticed = self._moved_at[rank]
-        page = status.read(status.status_path(self._directory, rank))
+        page = reading.read(layout.status_path(self._directory, rank))
         if page is None:
             return noticed
         last = max([page.since, *(one.ended_at or 0.0 for one in page.collectives)])
@@ -98,7 +98,7 @@ class ProgressMonitor:
         record = RankRecord(
             rank,
             self._host,
-            status=status.read(status.status_path(self._directory, rank)),
+            status=reading.read(layout.status_path(self._directory, rank)),
             quiet=now - self._moved_at.get(rank, now),
             vitals=vitals,
             children=tuple(Child(one, procfs.command(one.pid)) for one in below if one is not None),

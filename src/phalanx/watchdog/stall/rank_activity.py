@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.status.rank_record import Child, RankRecord, Vitals
-from phalanx.status.stack_parser import Line, Thread, main_thread
+from phalanx.status.reading import CodeLine
+from phalanx.status.stack_parser import Thread, main_thread
 from phalanx.torch_compat.dataloader import WORKER_FILE
 
 _SWAPPED = 16 << 20
@@ -52,15 +53,15 @@ class RankActivity:
     kind: str
     """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, native lock,
     file lock, sqlite, store, queue, network, idle or unknown"""
-    line: Line | None = None
+    line: CodeLine | None = None
     """The innermost of the user's."""
     helper: Child | None = None
     """The process that it waits for, if that is known: a worker of the loader, or a program."""
-    holder: Line | None = None
+    holder: CodeLine | None = None
     """Where the thread stands that probably holds the lock, or keeps a process that has finished."""
-    handler: Line | None = None
+    handler: CodeLine | None = None
     """Where the main thread of a rank that has finished stands: in what is to be done at exit."""
-    left: Line | None = None
+    left: CodeLine | None = None
     """The line of the loop that it has left, as the ranks that wait have it."""
 
 
@@ -69,7 +70,7 @@ def rank_activity(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Ran
     if record.exit_code is not None:
         return RankActivity("ended")
     main = record.main
-    line = main.telling if main else None
+    line = main.shown if main else None
     left = next(filter(None, (has_left(record, other) for other in waiting)), None)
     kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
     if kind is not None:
@@ -106,7 +107,7 @@ def _idle_kind(record: RankRecord, main: Thread | None) -> str:
     if vitals.computes:
         return "computes"
     found = _by_kernel(vitals) or (_by_code(main) if main else None)
-    if found == "sleeps" and main and main.innermost and _ASKS_DATABASE.search(main.innermost.source):
+    if found == "sleeps" and main and main.lines and _ASKS_DATABASE.search(main.lines[0].source):
         return "sqlite"
     if found is not None:
         return found
@@ -122,14 +123,13 @@ def _by_kernel(vitals: Vitals) -> str | None:
 
 
 def _by_code(main: Thread) -> str | None:
-    innermost, telling = main.innermost, main.telling
-    if innermost is not None and not innermost.is_users:
+    if main.lines and not main.lines[0].is_users:
         # Only the innermost few are about what it waits for; those further out have called it.
         inner = [line for line in main.lines[:4] if not line.is_users]
         for kind, files in _BY_FILE:
-            if any(line.is_in(*files) for line in inner):
+            if any(line.file.endswith(files) for line in inner):
                 return kind
-    text = telling.source if telling else ""
+    text = main.shown.source if main.shown else ""
     return next((kind for kind, pattern in _BY_TEXT if pattern.search(text)), None)
 
 
@@ -141,7 +141,7 @@ def _is_in_loader(main: Thread) -> bool:
     for line in main.lines:
         if line.is_users:
             return False
-        if line.is_in(*_LOADER):
+        if line.file.endswith(_LOADER):
             return True
     return False
 
@@ -157,29 +157,29 @@ def _stuck(children: Sequence[Child], of_loader: bool) -> Child | None:
 
 
 def _is_loader_worker(thread: Thread) -> bool:
-    return any(line.is_in(WORKER_FILE) for line in thread.lines)
+    return any(line.file.endswith(WORKER_FILE) for line in thread.lines)
 
 
-def _line_within_worker(child: Child) -> Line | None:
+def _line_within_worker(child: Child) -> CodeLine | None:
     """The user's line that a loader's worker is in; those further out are the rank's, from before the fork."""
     main = main_thread(child.threads)
     for line in main.lines if main else ():
-        if line.is_in(WORKER_FILE):
+        if line.file.endswith(WORKER_FILE):
             return None
         if line.is_users:
             return line
     return None
 
 
-def helper_line(child: Child) -> Line | None:
+def helper_line(child: Child) -> CodeLine | None:
     """Where a process that a rank waits for stands, if it is Python."""
     main = main_thread(child.threads)
     if main is None:
         return None
-    return _line_within_worker(child) if _is_loader_worker(main) else main.telling
+    return _line_within_worker(child) if _is_loader_worker(main) else main.shown
 
 
-def _at_exit(main: Thread | None) -> Line | None:
+def _at_exit(main: Thread | None) -> CodeLine | None:
     """The line of an atexit handler, or of a destructor, that the main thread is in after the script's last line.
 
     Python waits for the other threads in threading._shutdown; handlers are called by no other line of Python.
@@ -190,15 +190,15 @@ def _at_exit(main: Thread | None) -> Line | None:
     return next(iter(main.users), main.lines[-1])
 
 
-def _holder(threads: Sequence[Thread]) -> Line | None:
+def _holder(threads: Sequence[Thread]) -> CodeLine | None:
     """Whoever holds the lock, or keeps the process, is another thread that runs the user's code."""
-    return next((thread.telling for thread in threads if not thread.is_main and thread.users), None)
+    return next((thread.shown for thread in threads if not thread.is_main and thread.users), None)
 
 
 # ---- loops
 
 
-def has_left(record: RankRecord, other: RankRecord) -> Line | None:
+def has_left(record: RankRecord, other: RankRecord) -> CodeLine | None:
     """The line where ``other`` is in a loop that this rank has left: it is further down in the same function."""
     ours, theirs = record.main, other.main
     if ours is None or theirs is None:
@@ -213,8 +213,8 @@ def has_left(record: RankRecord, other: RankRecord) -> Line | None:
             return None  # or in the next round of a loop around both
         within = [(first, last) for first, last in their.loops if own.line > last]
         if within:
-            return Line(their.file, within[0][0], their.function)
+            return CodeLine(their.file, within[0][0], their.function)
         return next(
-            (Line(line.file, line.loops[0][0], line.function) for line in inward[depth + 1 :] if line.loops), None
+            (CodeLine(line.file, line.loops[0][0], line.function) for line in inward[depth + 1 :] if line.loops), None
         )
     return None

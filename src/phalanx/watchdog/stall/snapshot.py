@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import messages, status
+from phalanx import messages
 from phalanx.source_lines import shorten_path, source_of
+from phalanx.status import layout, reading
 from phalanx.status.rank_record import UNNAMED, RankRecord
 from phalanx.status.reading import CodeLine
 from phalanx.store import tcp_store
@@ -71,8 +72,8 @@ class SnapshotCollector:
             Wanted(
                 subject.pid,
                 _children_of_interest(record),
-                status.status_path(self._directory, record.rank),
-                status.stacks_path(self._directory, record.rank),
+                layout.status_path(self._directory, record.rank),
+                layout.stacks_path(self._directory, record.rank),
             )
             for subject, record in zip(self._subjects, records, strict=True)
             if subject.pid is not None
@@ -92,27 +93,26 @@ class SnapshotCollector:
     def _with_page(self, subject: StalledRank) -> RankRecord:
         """As new as can be. A rank that cannot answer has the page that it had."""
         record = subject.record
-        path = status.status_path(self._directory, record.rank)
+        path = layout.status_path(self._directory, record.rank)
         if subject.pid is not None and record.vitals is not None and record.vitals.state not in "Tt":
             try:
                 is_slow = record.waits_in is not None and record.waits_in.op == UNNAMED
-                status.ask(path, _SLOW_ANSWER if is_slow else _ANSWER)
+                reading.ask(path, _SLOW_ANSWER if is_slow else _ANSWER)
             except (OSError, ValueError):  # it has none, or an empty one
                 return record
-        page = status.read(path)
+        page = reading.read(path)
         if page is None:
             return record
-        places = {one.place: _shortened(one.place) for one in page.collectives if one.place is not None}
-        sources = {f"{shown.file}:{shown.line}": source_of(real.file, real.line) for real, shown in places.items()}
-        collectives = (messages.replace(one, place=places[one.place]) if one.place else one for one in page.collectives)
+        lines = {one.place: _with_source(one.place) for one in page.collectives if one.place is not None}
+        collectives = (messages.replace(one, place=lines[one.place]) if one.place else one for one in page.collectives)
         unreachable = tcp_store.why_unreachable(page.connecting, _ANSWER) if page.connecting else ""
         known = messages.replace(page, collectives=tuple(collectives))
-        return messages.replace(record, status=known, sources=sources, unreachable=unreachable)
+        return messages.replace(record, status=known, unreachable=unreachable)
 
 
-def _shortened(place: CodeLine) -> CodeLine:
-    """On this node, where it is known what a path can be shortened by."""
-    return messages.replace(place, file=shorten_path(place.file))
+def _with_source(line: CodeLine) -> CodeLine:
+    """On this node, which has the file and the working directory."""
+    return messages.replace(line, file=shorten_path(line.file), source=source_of(line.file, line.line))
 
 
 def _children_of_interest(record: RankRecord) -> tuple[int, ...]:

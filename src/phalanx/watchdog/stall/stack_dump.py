@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx import run_files, status
-from phalanx.status import stack_parser
+from phalanx import run_files
+from phalanx.status import layout, reading, stack_parser
 from phalanx.status.stack_parser import Thread
 from phalanx.system import procfs
 
@@ -61,7 +61,7 @@ def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thre
 def of_ranks(pids: Mapping[int, int], directory: Path) -> dict[int, tuple[Thread, ...]]:
     """Of ranks with these processes, for whoever looks at a run from outside."""
     wanted = [
-        Wanted(pid, (), status.status_path(directory, rank), status.stacks_path(directory, rank))
+        Wanted(pid, (), layout.status_path(directory, rank), layout.stacks_path(directory, rank))
         for rank, pid in pids.items()
     ]
     found = stacks_of(wanted, time.monotonic() + _LONGEST_LOOK)
@@ -76,7 +76,7 @@ def _by_recorder(one: Wanted) -> tuple[Thread, ...]:
     if not _is_running(one.pid):
         return ()
     try:
-        has_answered = status.ask_stacks(one.page, _ANSWER)
+        has_answered = reading.ask(one.page, _ANSWER, layout.STACKS_ASKED)
     except (OSError, ValueError):  # it has no page, or an empty one
         return ()
     return stack_parser.from_faulthandler(_tail(one.file, begin)) if has_answered else ()
@@ -114,7 +114,7 @@ def _tell(pid: int) -> bool:
     try:
         if not _listens(pid):
             return False
-        signal.pidfd_send_signal(handle, status.STACK_SIGNAL)
+        signal.pidfd_send_signal(handle, layout.STACK_SIGNAL)
     except OSError:  # another user's, or it has just ended
         return False
     finally:
@@ -125,7 +125,7 @@ def _tell(pid: int) -> bool:
 def _listens(pid: int) -> bool:
     """Whether it catches the signal, and runs: one that is stopped would answer after its return, to nobody."""
     caught = int(procfs.status(pid).get("SigCgt", "0"), 16)
-    return bool(caught >> (status.STACK_SIGNAL - 1) & 1) and _is_running(pid)
+    return bool(caught >> (layout.STACK_SIGNAL - 1) & 1) and _is_running(pid)
 
 
 def _is_running(pid: int) -> bool:

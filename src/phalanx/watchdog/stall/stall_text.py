@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phalanx.source_lines import clip
 from phalanx.status.layout import runs_of
 from phalanx.status.rank_record import MESSAGES, UNNAMED, Child, RankRecord
-from phalanx.status.stack_parser import Line
+from phalanx.status.reading import CodeLine
 from phalanx.watchdog.stall.classify import Elsewhere, Hang, Waiting
 from phalanx.watchdog.stall.rank_activity import RankActivity, helper_line
 
@@ -210,7 +210,7 @@ def _reasons(what: RankActivity, record: RankRecord) -> list[str]:
     return []
 
 
-def _at(line: Line) -> str:
+def _at(line: CodeLine) -> str:
     return f" at {_short(line)}{_text(line)}"
 
 
@@ -266,7 +266,7 @@ def _wait(ranks: Sequence[int]) -> str:
     return "wait" if len(ranks) > 1 else "waits"
 
 
-def _place(line: Line | None) -> str:
+def _place(line: CodeLine | None) -> str:
     """With a comma in front: file, line, function and text."""
     if line is None:
         return ""
@@ -274,11 +274,11 @@ def _place(line: Line | None) -> str:
     return f", {_short(line)}{function}{_text(line)}"
 
 
-def _short(line: Line) -> str:
+def _short(line: CodeLine) -> str:
     return f"{line.file}:{line.line}"
 
 
-def _text(line: Line) -> str:
+def _text(line: CodeLine) -> str:
     return f": {line.source}" if line.source else ""
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from phalanx import messages
 from phalanx.messages import Count, Message, Name, Rank, Record, Seconds, Text
-from phalanx.status import Window
+from phalanx.status.windows import Window
 from phalanx.watchdog.exchange import Exchange
 from phalanx.watchdog.straggler.conditions import Conditions
 

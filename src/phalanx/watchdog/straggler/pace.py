@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from phalanx import status
-from phalanx.status import Window
+from phalanx.status import layout
 from phalanx.status.watched_rank import WatchedRank
+from phalanx.status.windows import Window, read_windows
 from phalanx.watchdog.straggler import conditions, straggler_text
 from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport, StragglerRecord, StragglerVerdict
 from phalanx.watchdog.straggler.conditions import Conditions, Look
@@ -54,7 +54,7 @@ class PaceMonitor:
             return
         self._due = now + _EVERY
         living = {rank: member.pid for rank, member in members.items() if member.pid and not member.exited}
-        windows = {rank: status.windows(status.status_path(self._directory, rank)) for rank in living}
+        windows = {rank: read_windows(layout.status_path(self._directory, rank)) for rank in living}
         if self._exchange.is_judge:
             self._compare(windows, living)
         else:

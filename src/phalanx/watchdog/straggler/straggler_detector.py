@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from phalanx.status import Window
 from phalanx.status.layout import WINDOW_STEPS
+from phalanx.status.windows import Window
 
 SLOWER = 0.2
 """By how much more than the others' median a rank has to need."""
