@@ -201,10 +201,10 @@ def test_killed_at_every_write(run_ranks: RunRanks, tmp_path: Path) -> None:
 
         def body(left: int) -> Callable[..., None]:
             def save_one(world: World, path: Path, tell: Callable[[int], None]) -> None:
-                from phalanx.checkpoint.storage.local import _Direct
+                from phalanx.checkpoint.storage.local import _DirectWriter
 
                 fuse = Fuse(path, left)
-                setattr(_Direct, "write", fuse.tear(_Direct.write))  # noqa: B010
+                setattr(_DirectWriter, "write", fuse.tear(_DirectWriter.write))  # noqa: B010
                 _save_on(world, path, tell, steps=1, keep=1)
 
             return save_one

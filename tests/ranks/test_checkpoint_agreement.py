@@ -141,7 +141,7 @@ def test_nothing_from_the_store_is_executed(run_ranks: RunRanks, tmp_path: Path)
                 return count
 
         setattr(checkpointer._coordinator, "_store", Late())  # noqa: B010
-        shares = (evil, b"[]", b'{"step": 1}', b'{"step": "x", "fact": [1, 2], "rows": []}')
+        shares = (evil, b"[]", b'{"step": 1}', b'{"step": "x", "digest": "", "tensors": {}}')
         attack = ("", b"")
         for step, attack in enumerate([*(("0/0", share) for share in shares), ("0", b"999999")]):  # noqa: B007
             checkpointer.save(step, model=nn.Linear(2, 2))

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import phalanx as px
-from phalanx.checkpoint import command, flatten, schedule, sharding
+from phalanx.checkpoint import command, flatten, sharding
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.flatten import Piece
+from phalanx.checkpoint.flatten import NamedTensor
+from phalanx.checkpoint.schedule import Schedule
 from phalanx.checkpoint.storage import local
-from phalanx.checkpoint.storage.base import Fact, open_storage
-from phalanx.checkpoint.storage.manifest import Broken, Chunk, Described, Manifest, decode
+from phalanx.checkpoint.storage.base import Checksum, open_storage
+from phalanx.checkpoint.storage.manifest import Broken, Chunk, Manifest, SavedTensor, decode
 from phalanx.errors import CheckpointError, UsageError
 
 
@@ -70,8 +71,8 @@ def test_a_copy_is_saved_not_what_training_makes_of_it(tmp_path: Path, monkeypat
     """The write is held back until the weights have changed; the copy's memory is used for the next save."""
     import threading
 
-    changed, create = threading.Event(), local.Local.create
-    monkeypatch.setattr(local.Local, "create", lambda *given: (changed.wait(), create(*given))[1])
+    changed, create = threading.Event(), local.LocalStorage.create
+    monkeypatch.setattr(local.LocalStorage, "create", lambda *given: (changed.wait(), create(*given))[1])
     model = model_of(1)
     with px.Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
@@ -112,14 +113,14 @@ def test_files_are_on_the_disk_before_their_name_is(tmp_path: Path, monkeypatch:
 
 def test_a_step_that_is_saved_again_is_never_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 5)
-    found, publish = [], local.Local.publish
+    found, publish = [], local.LocalStorage.publish
 
-    def look(place: local.Local, aside: str, final: str) -> None:
+    def look(storage: local.LocalStorage, temporary: str, final: str) -> None:
         found.append(loaded(tmp_path))
-        publish(place, aside, final)
+        publish(storage, temporary, final)
         found.append(loaded(tmp_path))
 
-    monkeypatch.setattr(local.Local, "publish", look)
+    monkeypatch.setattr(local.LocalStorage, "publish", look)
     saved(tmp_path, 5)
     assert found == [5, 5]
     assert len(list(tmp_path.iterdir())) == 1
@@ -153,7 +154,7 @@ def test_what_an_earlier_run_left_is_removed_and_said(tmp_path: Path, capsys: py
 
 
 def test_two_runs_do_not_write_to_one_place(tmp_path: Path) -> None:
-    hold = "import sys\nfrom phalanx.checkpoint.storage.local import Local\nLocal(sys.argv[1]).lock()"
+    hold = "import sys\nfrom phalanx.checkpoint.storage.local import LocalStorage\nLocalStorage(sys.argv[1]).lock()"
     hold += "\nprint('has it', flush=True)\nsys.stdin.read()"
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], **pipes) as other:
@@ -197,7 +198,7 @@ def test_a_damaged_one_is_skipped_and_said(
     with pytest.raises(CheckpointError, match=f"step 3 in {tmp_path} is damaged"):
         px.Checkpointer(tmp_path).load(3)
     assert command.main(["verify", str(tmp_path), "--step", "3"]) == 1
-    # The run that goes on from step 1 puts whole ones in their place.
+    # The run that resumes at step 1 puts whole ones in their place.
     with px.Checkpointer(tmp_path) as checkpointer:
         checkpointer.load_latest()
         for step in (2, 3):
@@ -223,7 +224,7 @@ def test_a_failed_save_is_an_error_at_the_next_call(tmp_path: Path, monkeypatch:
     with px.Checkpointer(tmp_path) as checkpointer:
         checkpointer.load_latest()
         with monkeypatch.context() as patch:
-            patch.setattr(local.Local, "create", broken_disk)
+            patch.setattr(local.LocalStorage, "create", broken_disk)
             checkpointer.save(2, model=model_of(2))
             with pytest.raises(CheckpointError, match=r"rank 0 could not write .* step 2 to .*: Input/output error\."):
                 checkpointer.save(3, model=model_of(3))
@@ -249,7 +250,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no checkpoint of step 2; there are: 1"):
         px.Checkpointer(tmp_path).load(2)
     with pytest.raises(UsageError, match="sampler is a range, which has no state_dict"):
-        px.State(sampler=range(3))
+        px.State(sampler=range(3))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="both a State and model were given"):
         px.Checkpointer(tmp_path).save(px.State(), model=model)
 
@@ -367,13 +368,13 @@ def test_every_so_much_time_asks_rank_zero_seldom(monkeypatch: pytest.MonkeyPatc
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     asked = []
-    every = schedule.parse("10s", lambda work, _: (asked.append(now[0]), work())[1])
+    every = Schedule("10s", lambda work, _: (asked.append(now[0]), work())[1])
     due = []
     for step in range(2900):
         now[0] += 0.01
         if every.is_due(step):
             due.append(now[0])
-            every.done(step)
+            every.record(step)
     gaps = [later - earlier for earlier, later in pairwise([100.0, *due])]
     assert len(due) == 2
     assert all(10 <= gap < 10.02 for gap in gaps)
@@ -383,12 +384,12 @@ def test_every_so_much_time_asks_rank_zero_seldom(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("every", [0, -3, True, 1.5, "10", "0s", "ten min", "5 days"])
 def test_times_that_are_none(every: Any) -> None:
     with pytest.raises(UsageError, match="every="):
-        schedule.parse(every, lambda work, _: work())
+        Schedule(every, lambda work, _: work())
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("10min", 600), ("1.5 h", 5400)])
 def test_times(text: str, seconds: float) -> None:
-    assert getattr(schedule.parse(text, lambda work, _: work()), "_seconds") == seconds  # noqa: B009
+    assert getattr(Schedule(text, lambda work, _: work()), "_seconds") == seconds  # noqa: B009
 
 
 # ---- who
@@ -397,42 +398,42 @@ def test_times(text: str, seconds: float) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_shares_are_equal_and_cover_everything_once(size: int) -> None:
     shapes = [(3_000, 700), (5,), (), (0, 4), (1, 900_000), (1_000_001,), (17, 3)]
-    pieces = [Piece(f"model.{n}", torch.zeros(shape), "shared") for n, shape in enumerate(shapes)]
-    pieces += [Piece("model.buffer", torch.zeros(50_000), "buffer"), Piece("extra.a", torch.zeros(7))]
-    covered = {piece.name: torch.zeros_like(piece.tensor) for piece in pieces}
+    tensors = [NamedTensor(f"model.{n}", torch.zeros(shape), "shared") for n, shape in enumerate(shapes)]
+    tensors += [NamedTensor("model.buffer", torch.zeros(50_000), "buffer"), NamedTensor("extra.a", torch.zeros(7))]
+    covered = {named.name: torch.zeros_like(named.tensor) for named in tensors}
     loads = []
-    for rank, parts in enumerate(sharding.plan(pieces, size)):
+    for rank, share in enumerate(sharding.plan(tensors, size)):
         loads.append(0)
-        for part in parts:
-            whole = covered[part.piece.name]
+        for part in share:
+            whole = covered[part.named.name]
             rows = whole[part.first : part.first + part.rows] if whole.dim() else whole
             rows += 1
             loads[-1] += rows.nbytes
-            assert part.piece.name != "model.buffer" or rank == 0
-        assert sum(part.piece.name == "model.0" for part in parts) <= 1
+            assert part.named.name != "model.buffer" or rank == 0
+        assert sum(part.named.name == "model.0" for part in share) <= 1
     assert not covered.pop("extra.a").any()  # nobody but the rank that has it knows of it
     assert all((count == 1).all() for count in covered.values())
     assert max(loads) - min(loads) <= 3_600_000 + 2800  # one tensor has a single row, and stays in one piece
 
 
 def test_parameters_and_their_optimizer_are_shared_and_nothing_else() -> None:
-    """Buffers differ between the ranks, and those of rank 0 are what DDP goes on with."""
+    """Buffers differ between the ranks, and DDP continues with those of rank 0."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(4, 2)).sum().backward()
     optimizer.step()
     state = px.State(model=px.data_parallel(model), optimizer=optimizer, extra={"a": torch.ones(1)})
-    pieces = flatten.flatten(state, 0, trust=False).pieces
-    shared = {piece.name for piece in pieces if piece.kind == "shared"}
-    assert shared == {piece.name for piece in pieces if piece.is_late}
+    tensors = flatten.flatten(state, 0, trust=False).tensors
+    shared = {named.name for named in tensors if named.kind == "shared"}
+    assert shared == {named.name for named in tensors if named.copy_later}
     names = ["0.weight", "0.bias", "1.weight", "1.bias"]
     keys = ("step", "exp_avg", "exp_avg_sq")
     assert shared == {f"model.{name}" for name in names} | {f"optimizer.state.{n}.{k}" for n in names for k in keys}
-    buffers = {piece.name for piece in pieces if piece.kind == "buffer"}
+    buffers = {named.name for named in tensors if named.kind == "buffer"}
     assert buffers == {"model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked"}
-    own = {piece.name for piece in pieces if piece.kind == "own"}
+    own = {named.name for named in tensors if named.kind == "own"}
     assert own == {"extra.a", "rng.0.numpy.1", "rng.0.torch"}
-    others = {piece.name for piece in flatten.flatten(state, 1, trust=False).pieces}
+    others = {named.name for named in flatten.flatten(state, 1, trust=False).tensors}
     assert others == shared | buffers | {"rng.1.numpy.1", "rng.1.torch"}
 
 
@@ -487,9 +488,20 @@ def test_a_state_goes_through_torch_save(tmp_path: Path) -> None:
 
 
 def test_a_manifest_says_what_it_said(tmp_path: Path) -> None:
-    tensors = {"model.a": Described("F32", (2,), (Chunk(0, 0, 1), Chunk(1, 1, 1)))}
-    files = {"rank-0.safetensors": Fact(10, 77), "rank-1.safetensors": Fact(9, 5)}
-    manifest = Manifest(3, 1.5, 2, ("model",), "0.1", "2.13", files, tensors, {"model": {}}, [None, None])
+    tensors = {"model.a": SavedTensor("F32", (2,), (Chunk(0, 0, 1), Chunk(1, 1, 1)))}
+    files = {"rank-0.safetensors": Checksum(10, 77), "rank-1.safetensors": Checksum(9, 5)}
+    manifest = Manifest(
+        step=3,
+        time=1.5,
+        world_size=2,
+        parts=("model",),
+        phalanx="0.1",
+        torch="2.13",
+        files=files,
+        tensors=tensors,
+        values={"model": {}},
+        rng=[None, None],
+    )
     assert decode(manifest.encode()) == manifest
     for content in (b"", b"{}", b"[1]", manifest.encode().replace(b"77", b"78"), manifest.encode()[:-9]):
         with pytest.raises(Broken):

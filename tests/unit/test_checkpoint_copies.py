@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import phalanx as px
 from phalanx.checkpoint import copy_gate
 from phalanx.checkpoint.save import Saving
-from phalanx.checkpoint.sharding import Copies
+from phalanx.checkpoint.sharding import ShardBuffer
 from phalanx.errors import CheckpointError
 
 
@@ -36,14 +36,14 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
-    held, finish = Held(), Copies.finish
+    held, finish = Held(), ShardBuffer.finish
 
-    def wait_and_finish(copies: Copies) -> None:
+    def wait_and_finish(copies: ShardBuffer) -> None:
         held.began.set()
         assert held.let_go.wait(20)
         finish(copies)
 
-    monkeypatch.setattr(Copies, "finish", wait_and_finish)
+    monkeypatch.setattr(ShardBuffer, "finish", wait_and_finish)
     yield held
     held.let_go.set()
 

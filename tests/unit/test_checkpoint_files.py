@@ -16,7 +16,7 @@ from torch import nn
 import phalanx as px
 from phalanx.checkpoint import command
 from phalanx.checkpoint.storage import manifest
-from phalanx.checkpoint.storage.local import Local
+from phalanx.checkpoint.storage.local import LocalStorage
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.store.coordinator import Coordinator
 from tests.unit.test_checkpoint_format import rewrite
@@ -25,21 +25,21 @@ from tests.unit.test_checkpoint_format import rewrite
 def test_nothing_is_written_through_a_link_or_into_a_directory_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, victim, make = tmp_path / "run", tmp_path / "victim", Local.make
+    path, victim, make = tmp_path / "run", tmp_path / "victim", LocalStorage.make_directory
     victim.mkdir()
     (victim / "rank-0.safetensors").write_text("precious")
     (victim / "manifest.json").write_text("precious")
     kinds = ["link", "directory"] if os.geteuid() == 0 else ["link"]  # only root can give one away
 
-    def plant(place: Local, directory: str) -> None:
+    def plant(storage: LocalStorage, directory: str) -> None:
         if kinds.pop() == "link":
             (path / directory).symlink_to(victim)
         else:
             (path / directory).mkdir()
             os.chown(path / directory, 65534, 65534)
-        make(place, directory)
+        make(storage, directory)
 
-    monkeypatch.setattr(Local, "make", plant)
+    monkeypatch.setattr(LocalStorage, "make_directory", plant)
     with px.Checkpointer(path, mode=0o640) as checkpointer:
         while kinds:
             checkpointer.save(2, model=nn.Linear(2, 2))
@@ -58,8 +58,8 @@ def test_nothing_is_written_through_a_link_or_into_a_directory_of_another_user(
 
 def test_a_file_that_is_there_already_is_replaced_not_written_to(tmp_path: Path) -> None:
     """It may be another name of a file elsewhere."""
-    place, other = Local(os.fspath(tmp_path)), tmp_path / "other"
-    place.make("step-1.tmp-ab")
+    place, other = LocalStorage(os.fspath(tmp_path)), tmp_path / "other"
+    place.make_directory("step-1.tmp-ab")
     other.write_text("precious")
     (tmp_path / "step-1.tmp-ab" / "manifest.json").hardlink_to(other)
     place.write("step-1.tmp-ab", "manifest.json", b"new")
@@ -114,10 +114,10 @@ def test_what_has_no_end_is_not_read(
 
 
 def test_a_file_that_grows_is_read_as_far_as_it_was_said_to_go(step: Path) -> None:
-    place = Local(os.fspath(step.parent))
+    place = LocalStorage(os.fspath(step.parent))
     with (step / "rank-0.safetensors").open("r+b") as file:
         file.truncate(1 << 26)
-    assert place.fact(step.name, "rank-0.safetensors", 100).bytes == 1 << 22
+    assert place.checksum(step.name, "rank-0.safetensors", 100).bytes == 1 << 22
 
 
 def test_a_link_to_nothing_is_no_damage_and_keeps_nobody_from_saving(step: Path) -> None:
@@ -138,7 +138,7 @@ def test_two_checkpointers_of_one_process_do_not_write_to_one_place(step: Path, 
     first.save(6)
     with pytest.raises(UsageError, match=r"by another px\.Checkpointer of this process; close\(\) that one first"):
         second.save(6)
-    code = "import sys\nfrom phalanx.checkpoint.storage.local import Local\nLocal(sys.argv[1]).lock()"
+    code = "import sys\nfrom phalanx.checkpoint.storage.local import LocalStorage\nLocalStorage(sys.argv[1]).lock()"
     other = subprocess.run([sys.executable, "-c", code, str(alias)], capture_output=True, text=True, check=False)
     assert f"are being written by pid {os.getpid()} on host" in other.stderr
     first.close()

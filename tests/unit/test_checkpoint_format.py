@@ -25,7 +25,7 @@ import phalanx as px
 from phalanx.checkpoint import command
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.storage import manifest, shard_file, values
-from phalanx.checkpoint.storage.local import Local
+from phalanx.checkpoint.storage.local import LocalStorage
 from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError, UsageError
 
@@ -127,7 +127,7 @@ def test_whole_numbers_of_numpy_and_torch_are_steps_and_counts(tmp_path: Path) -
 def test_every_type_is_read_back_by_us_and_by_safetensors(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for dtype in shard_file._NAMES:
+    for dtype in shard_file.DTYPE_NAMES:
         content = torch.randint(0, 2, (3, 16), generator=generator, dtype=torch.uint8)
         tensors[str(dtype)] = content.view(dtype) if dtype != torch.bool else content.bool()
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "turned": torch.arange(6.0).view(2, 3).T}
@@ -354,10 +354,10 @@ def test_the_umask_of_the_process_is_not_touched(tmp_path: Path, monkeypatch: py
     try:
         with monkeypatch.context() as patched:
             patched.setattr(os, "umask", lambda _: pytest.fail("the umask was set"))
-            assert Local(str(tmp_path))._mode == 0o666
+            assert LocalStorage(str(tmp_path))._mode == 0o666
         with monkeypatch.context() as patched:
             patched.setattr(Path, "read_text", lambda *_: "")  # where /proc does not have it
-            assert Local(str(tmp_path))._mode == 0o666
+            assert LocalStorage(str(tmp_path))._mode == 0o666
     finally:
         assert os.umask(before) == 0o027
 

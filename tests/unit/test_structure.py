@@ -65,7 +65,7 @@ WITH_TORCH = {
 """The modules of the launcher that import torch, in the processes that have it."""
 
 WITHOUT_TORCH_IN_CHECKPOINT = """
-command catalog checkpoint_text storage/base storage/fsspec storage/local storage/manifest
+command catalog storage/base storage/fsspec storage/local storage/manifest
 """.split()
 """What `phalanx checkpoint ls` and `verify` need."""
 

@@ -185,11 +185,11 @@ class _Failing(nn.Module):
 
 
 def tensor() -> None:
-    from phalanx.checkpoint.sharding import Copies
+    from phalanx.checkpoint.sharding import ShardBuffer
     from phalanx.shm.node import tensors
     from phalanx.torch_compat import tensors as pytree
 
-    Copies().take([])
+    ShardBuffer().take([])
     assert tensors.contiguous(torch.ones(4, 4).t()).is_contiguous()
     tree = {"a": [torch.ones(1), 2], "b": (torch.ones(1),)}
     doubled = pytree.tree_map_only(torch.Tensor, lambda each: each * 2, tree)

@@ -1,30 +1,30 @@
-"""`Checkpointer`: saves the state of a run beside training, and finds the latest whole one again."""
+"""`Checkpointer`: saves the state of a run while it trains, and loads the latest whole checkpoint."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
 import time
 import uuid
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any
+
+from torch import nn
 
 from phalanx import attempt
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
-from phalanx.checkpoint import flatten, schedule, sharding
+from phalanx.checkpoint import flatten, sharding
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.checkpoint_text import note, say
-from phalanx.checkpoint.save import Background, Saving, Task
+from phalanx.checkpoint.optimizers import OptimizerLike
+from phalanx.checkpoint.reporting import log_event, print_line
+from phalanx.checkpoint.save import Background, Saving
+from phalanx.checkpoint.schedule import Schedule
 from phalanx.checkpoint.select import CheckpointSelector
-from phalanx.checkpoint.sharding import share_of
 from phalanx.checkpoint.state import State, to_load, to_save
 from phalanx.checkpoint.storage.base import open_storage
-from phalanx.checkpoint.storage.manifest import MOST_STEPS
-from phalanx.checkpoint.storage.records import Share
+from phalanx.checkpoint.storage.manifest import MOST_STEPS, Share
+from phalanx.checkpoint.storage.values import StateDict, Stateful
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.status import own_page
 from phalanx.status.layout import CHECKPOINT
@@ -32,28 +32,29 @@ from phalanx.store import tcp_store
 from phalanx.store.coordinator import Coordinator
 from phalanx.world import World
 
-_PATIENCE = 10.0
 _numbers = itertools.count()
 """Numbers of the checkpointers in this process: every rank makes the same ones in the same order."""
+_REPORT_AFTER = 10.0
+"""Seconds after which a wait for a save is reported."""
 
 
 class Checkpointer:
-    """Keeps the checkpoints of a run. All ranks make one, and call its methods alike.
+    """Saves and loads the checkpoints of a run. All ranks make one, and call its methods alike.
 
-    A save copies this rank's share of the state into memory, and writes it from there while training goes on. The next
-    save waits for the one before. A checkpoint is there only when it is whole: killing any rank at any moment leaves
-    the ones before as they were.
+    A save copies this rank's share of the state into memory, and writes it from there while training continues. The
+    next save waits for the one before. A checkpoint is visible only when it is whole: killing any rank at any moment
+    leaves the earlier ones as they were.
 
     Args:
         path: a directory that all ranks share, or a URL that fsspec understands, such as s3://bucket/run.
         keep: how many to keep; older ones are removed when a new one is whole. None keeps all.
         every: save() saves when a multiple of so many steps is reached, or when so much time has passed ("10min").
-            Left out, every call saves.
+            By default, every call saves.
         asynchronous: False makes save() return only when the checkpoint is whole.
-        trust: True pickles objects of any class in the state, loads them again, and loads checkpoints of the form that
-            was written before. Loading then runs code from the checkpoint.
-        mode: of new files, such as 0o640; directories get it too, with the right to enter where there is one to read.
-            Left out, only the owner may read them, unless the umask is one for a group (such as 0o027).
+        trust: True pickles objects of any class in the state, loads them again, and loads checkpoints of the old
+            format. Loading then runs code from the checkpoint.
+        mode: the mode of new files, such as 0o640; whoever may read them may list their directory. By default only
+            the owner may read them, unless the umask is one for a group (such as 0o027).
     """
 
     def __init__(
@@ -72,17 +73,16 @@ class Checkpointer:
         self._keep = None if keep is None else whole_number("keep", keep, 1)
         self._asynchronous, self._trust = asynchronous, trust
         self._coordinator = new_coordinator(worlds.current())
-        self._schedule = schedule.parse(every, self._coordinator.lead)
-        self._note = functools.partial(note, self._coordinator.rank)
+        self._schedule = Schedule(every, self._coordinator.lead)
         self._background: Background | None = None
         self._token: str | None = None
-        """Of this run's saves; known once the first begins."""
+        """The mark of this run's saves, from the first save on."""
         self._unlock: Callable[[], None] | None = None
         self._saving: Saving | None = None
         self._saves = 0
         self._last: int | None = None
         """The step that was saved or loaded last."""
-        self._finder = CheckpointSelector(self._catalog, self._coordinator, self._note, trust)
+        self._selector = CheckpointSelector(self._catalog, self._coordinator, trust)
         worlds.before_leaving(self.close)
 
     # ---- saving
@@ -91,14 +91,14 @@ class Checkpointer:
         self,
         step: int | State,
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        sampler: Any = None,
-        extra: dict[str, Any] | None = None,
+        model: nn.Module | None = None,
+        optimizer: OptimizerLike | None = None,
+        scheduler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        extra: StateDict | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves a `State`, or what such a one is made of; whether it was time to, by ``every``.
+        """Saves a `State`, or its parts, if that is due by ``every``; returns whether it was.
 
         An error of the save before is raised here, on all ranks. ``force`` saves in any case, at the end of a run.
         """
@@ -111,59 +111,74 @@ class Checkpointer:
         with own_page.phase(CHECKPOINT):
             self.wait()
             if force and self._saves and state.step == self._last:
-                return False  # it is there already
+                return False  # it is saved already
             self._begin(state)
             if not self._asynchronous:
                 self.wait()
         return True
 
     def _begin(self, state: State) -> None:
-        """An error of this rank alone is told to the others too, which raise it when they wait for this save."""
+        """Copies this rank's share and starts to write it.
+
+        An error of this rank alone is sent to the others too, which raise it when they wait for this save.
+        """
         coordinator = self._coordinator
         started = time.perf_counter()
         if self._token is None:
-            self._token = self._open(state.step)
+            self._token = self._prepare(state.step)
         background = self._background = self._background or Background()
         failure: Exception | None = None
         try:
             flat = flatten.flatten(state, coordinator.rank, self._trust)
-            pieces = flat.pieces
-            parts = sharding.plan(pieces, coordinator.size)[coordinator.rank]
-            parts += [sharding.whole(piece) for piece in pieces if piece.kind == "own"]
-            background.copies.take(parts)
-            share = share_of(state.step, flat, parts, coordinator.rank)
+            tensors = flat.tensors
+            rows = sharding.plan(tensors, coordinator.size)[coordinator.rank]
+            rows += [sharding.whole(named) for named in tensors if named.kind == "own"]
+            background.buffer.take(rows)
+            share = sharding.share_record(state.step, flat, rows, coordinator.rank)
         except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)
             failure = _explained(error, coordinator.rank, state.step)
             if coordinator.size == 1:
                 if not self._saves:
                     self._release()
                 raise failure from error.__cause__ if failure is error else error
-            pieces, share = [], Share(state.step, "", error=str(failure))
-        size = sum(piece.tensor.nbytes for piece in pieces)
-        task = Task(state.step, self._saves, self._token, state.parts, share, self._keep, size, coordinator.used_keys())
-        self._note("saving", step=state.step, seconds=time.perf_counter() - started, bytes=background.copies.bytes)
-        self._saving = Saving(task, background, coordinator, self._catalog, self._note)
+            tensors, share = [], Share(state.step, "", error=str(failure))
+        seconds = time.perf_counter() - started
+        log_event(coordinator.rank, "saving", step=state.step, seconds=seconds, bytes=background.buffer.bytes)
+        self._saving = Saving(
+            background,
+            coordinator,
+            self._catalog,
+            share,
+            self._saves,
+            self._token,
+            state.parts,
+            self._keep,
+            bytes=sum(named.tensor.nbytes for named in tensors),
+            unneeded_keys=coordinator.used_keys(),
+        )
         self._saves += 1
         self._last = state.step
-        self._schedule.done(state.step)
+        self._schedule.record(state.step)
         self._saving.start()
         if failure is not None and self._asynchronous:  # else save() waits for it, as on all ranks
             raise failure
 
-    def _open(self, step: int) -> str:
-        """Before the first save: nobody else writes here, and nothing is left of those that did."""
+    def _prepare(self, step: int) -> str:
+        """Locks the storage and removes what earlier runs left unfinished, before the first save; returns the token."""
 
         def prepare() -> str:
-            place = self._catalog.place
+            storage = self._catalog.storage
             try:
-                self._unlock = place.lock()
+                self._unlock = storage.lock()
                 self._check_order(step)
-                for name in list(self._catalog.leftovers(lambda _: True)):
-                    place.remove(name)
-                    say(f"removed {name} in {place}: what an earlier run has left of a save that it did not finish")
+                for name in list(self._catalog.leftovers()):
+                    storage.remove(name)
+                    print_line(
+                        f"removed {name} in {storage}: what an earlier run has left of a save that it did not finish"
+                    )
             except OSError as error:
                 self._release()
-                raise CheckpointError(f"cannot write checkpoints to {place}: {error.strerror or error}.") from None
+                raise CheckpointError(f"cannot write checkpoints to {storage}: {error.strerror or error}.") from None
             except UsageError:
                 self._release()
                 raise
@@ -175,27 +190,28 @@ class Checkpointer:
         return token
 
     def _check_order(self, step: int) -> None:
-        later = [entry.step for entry in self._catalog.whole() if entry.directory not in self._finder.broken]
+        later = [entry.step for entry in self._catalog.whole() if entry.directory not in self._selector.broken]
         if later and later[0] > step:
             raise UsageError(
-                f"{self._catalog.place} has a checkpoint of step {later[0]}, and step {step} is to be saved: "
+                f"{self._catalog.storage} has a checkpoint of step {later[0]}, and step {step} is to be saved: "
                 "load_latest() would not find it. Load the latest first, give another path, or remove the later ones."
             )
 
     def wait(self) -> None:
-        """Until the save under way is whole on all ranks; raises its error on all of them, CheckpointError."""
+        """Waits for the save under way, on all ranks; raises CheckpointError on all of them if it has failed."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
-        said = _PATIENCE
+        report_after = _REPORT_AFTER
 
-        def still(seconds: float) -> None:
-            nonlocal said
-            if seconds >= said and self._coordinator.rank == 0:
-                say(f"waiting for the checkpoint of step {saving.step}, which has been written for {seconds:.0f} s")
-                said *= 2
+        def report(seconds: float) -> None:
+            nonlocal report_after
+            if seconds >= report_after and self._coordinator.rank == 0:
+                step = saving.step
+                print_line(f"waiting for the checkpoint of step {step}, which has been written for {seconds:.0f} s")
+                report_after *= 2
 
-        saving.finish(still)
+        saving.finish(report)
 
     def close(self) -> None:
         """Waits for the save under way. Leaving a ``with`` block does it, and leaving the world of px.init() too."""
@@ -207,7 +223,7 @@ class Checkpointer:
             self._release()
 
     def _release(self) -> None:
-        if self._background is not None:  # first: while it writes, nobody else may
+        if self._background is not None:  # before unlocking: it may still write
             self._background.close()
             self._background = None
         unlock, self._unlock = self._unlock, None
@@ -218,14 +234,12 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
             return
-        # This rank's share is written, and the others' are: whoever is last makes a checkpoint of them. But other ranks
-        # may have failed too, so nobody is waited for.
+        # Every rank finishes its share, and the last one publishes the checkpoint. But other ranks may have failed
+        # too, so this one does not wait for them.
         worlds.forget(self.close)
         if self._saving is not None:
             self._saving.finish_own()
@@ -234,7 +248,7 @@ class Checkpointer:
     # ---- loading
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, oldest first, after the save under way. Their files are not read."""
+        """Returns the steps of all checkpoints, oldest first, after the save under way. Their files are not read."""
         self.wait()
         return self._coordinator.lead(lambda: sorted(entry.step for entry in self._catalog.whole()), list[int])
 
@@ -242,50 +256,50 @@ class Checkpointer:
         self,
         state: State | None = None,
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        sampler: Any = None,
-        extra: dict[str, Any] | None = None,
+        model: nn.Module | None = None,
+        optimizer: OptimizerLike | None = None,
+        scheduler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        extra: StateDict | None = None,
     ) -> State | None:
         """Loads the newest whole checkpoint into the state, and returns it; None if there is none.
 
-        Damaged ones are skipped, with a line that says why.
+        Damaged ones are skipped, and the reason is printed.
         """
         target = to_load(state, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
         self.wait()
-        return self._took(target) if self._finder.load_latest(target) else None
+        return self._record_load(target) if self._selector.load_latest(target) else None
 
     def load(
         self,
         step: int,
         state: State | None = None,
         *,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        sampler: Any = None,
-        extra: dict[str, Any] | None = None,
+        model: nn.Module | None = None,
+        optimizer: OptimizerLike | None = None,
+        scheduler: Stateful | None = None,
+        sampler: Stateful | None = None,
+        extra: StateDict | None = None,
     ) -> State:
         """Loads the checkpoint of one step; CheckpointError if it is not there, or damaged."""
         target = to_load(state, model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler, extra=extra)
         step = whole_number("step", step)
         self.wait()
-        self._finder.load(step, target)
-        return self._took(target)
+        self._selector.load(step, target)
+        return self._record_load(target)
 
-    def _took(self, state: State) -> State:
+    def _record_load(self, state: State) -> State:
         self._last = state.step
-        self._schedule.done(state.step)
+        self._schedule.record(state.step)
         return state
 
 
 def _explained(error: Exception, rank: int, step: int) -> Exception:
     if isinstance(error, UsageError | CheckpointError):
         return error
-    told = CheckpointError(f"rank {rank} could not take the state of step {step}: {type(error).__name__}: {error}")
-    told.__cause__ = error
-    return told
+    explained = CheckpointError(f"rank {rank} could not take the state of step {step}: {type(error).__name__}: {error}")
+    explained.__cause__ = error
+    return explained
 
 
 def new_coordinator(world: World) -> Coordinator:

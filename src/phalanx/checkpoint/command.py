@@ -1,4 +1,4 @@
-"""``phalanx checkpoint``: look at checkpoints, check them, and take the weights out. Only `export` imports torch."""
+"""``phalanx checkpoint``: lists, verifies and exports checkpoints. Only `export` imports torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from phalanx.argparser import Parser
 from phalanx.checkpoint.catalog import Catalog, Entry
@@ -18,15 +17,13 @@ from phalanx.errors import CheckpointError
 from phalanx.system import in_decimal_bytes
 
 _DESCRIPTION = "Look at the checkpoints of px.Checkpointer, check them, and take the weights out."
-
-
 _NOT_PROVED = (
     "whole: every byte is the one that was written. It does not prove who wrote it, or that it fits your model."
 )
 
 
 def main(argv: list[str]) -> int:
-    """Entry of ``phalanx checkpoint``; returns the exit code: 1 when a checkpoint is damaged."""
+    """Runs ``phalanx checkpoint``; returns the exit code: 1 if a checkpoint is damaged."""
     arguments = _parser().parse_args(argv)
     return arguments.work(arguments)
 
@@ -83,16 +80,16 @@ def _export(arguments: argparse.Namespace) -> int:
         if problem := catalog.verify(entry):
             print(f"phalanx: skipped the checkpoint {entry.directory}: {problem}", file=sys.stderr)
             continue
-        from phalanx.checkpoint.export import export
+        from phalanx.checkpoint.load import export
 
-        count = export(catalog.place, entry, arguments.out, arguments.trust)
+        count = export(catalog.storage, entry, arguments.out, arguments.trust)
         print(f"{arguments.out}: {count} tensors of step {entry.step}")
         return 0
     raise CheckpointError(f"{arguments.path} has no whole checkpoint to export.")
 
 
 def _find(path: str, step: int | None) -> tuple[Catalog, list[Entry]]:
-    """The checkpoints that are meant, newest first; at least one."""
+    """Returns the checkpoints that the arguments name, newest first; at least one."""
     parent, name = os.path.split(path.rstrip("/"))
     if re.fullmatch(r"step-\d+(\.[0-9a-f]+)?", name):
         catalog = Catalog(open_storage(parent or "."))
@@ -109,8 +106,8 @@ def _find(path: str, step: int | None) -> tuple[Catalog, list[Entry]]:
     return catalog, chosen
 
 
-def _fields(entry: Entry) -> dict[str, Any]:
-    fields: dict[str, Any] = {"step": entry.step, "directory": entry.directory, "problem": entry.problem}
+def _fields(entry: Entry) -> dict[str, object]:
+    fields: dict[str, object] = {"step": entry.step, "directory": entry.directory, "problem": entry.problem}
     if (manifest := entry.manifest) is not None:
         fields |= {"time": manifest.time, "bytes": manifest.bytes, "world_size": manifest.world_size}
         fields |= {"parts": manifest.parts, "phalanx": manifest.phalanx, "torch": manifest.torch}

@@ -1,6 +1,6 @@
-"""Holds back what would change tensors of which a copy is still being made.
+"""Delays what would change tensors while they are being copied.
 
-That is a step of any torch.optim.Optimizer, and loading a state dict into any module. Forward and backward read
+That is a step of any torch.optim.Optimizer, and loading a state dict into any module. Forward and backward only read
 parameters and the optimizer's state, so they need not wait.
 """
 
@@ -10,33 +10,36 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.torch_compat import nn
 from phalanx.torch_compat.names import Patch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _pending: set[threading.Event] = set()
 """One for each copy under way in this process."""
 
 
-def _wait_for_copies(*_: Any) -> None:
+def _wait_for_copies(*_: object) -> None:
     for copied in tuple(_pending):
         copied.wait()
 
 
 class CopyGate:
-    """Shut while one checkpointer's copy is made. It opens at the end of the copy, however that ends."""
+    """Shut while the copy of one checkpointer is made. It opens when the copy ends or fails."""
 
     def __init__(self) -> None:
         self._copied = threading.Event()
         self._copied.set()
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
 
     def shut(self) -> None:
-        # The hook stays until `remove`, on the training thread: to take it away while a step goes through the hooks
-        # would be an error in that step.
+        # The hook stays until `remove`, on the training thread: removing it while a step iterates over the hooks would
+        # be an error in that step.
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(_wait_for_copies)
         self._copied.clear()
@@ -44,7 +47,7 @@ class CopyGate:
         _guard_loading()
 
     def open(self) -> None:
-        """From any thread."""
+        """May be called from any thread."""
         _pending.discard(self._copied)
         self._copied.set()
         if not _pending:
@@ -57,14 +60,14 @@ class CopyGate:
             self._hook = None
 
 
-# A module's own hooks would be copied and pickled with it, so it is torch's method that waits, while there is a copy.
+# A module's own hooks would be copied and pickled with it, so torch's method waits instead, while there is a copy.
 _lock = threading.Lock()
 _guard: Patch | None = None
 
 
-def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(original: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(original)
-    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(*args: P.args, **kwargs: P.kwargs) -> R:
         _wait_for_copies()
         return original(*args, **kwargs)
 
@@ -81,13 +84,13 @@ def _guard_loading() -> None:
 def _unguard_loading() -> None:
     global _guard
     with _lock:
-        # If somebody has wrapped ours, it stays, and lets everything pass from now on.
+        # If somebody has wrapped ours, it stays, and no longer waits.
         if _guard is not None and not _pending and _guard.undo():
             _guard = None
 
 
-def _forget() -> None:
-    """In a process that was forked: the threads that copy are not in it."""
+def _reset_after_fork() -> None:
+    """The threads that copy do not exist in a forked process."""
     global _lock
     _pending.clear()
     _lock = threading.Lock()
@@ -95,4 +98,4 @@ def _forget() -> None:
 
 
 if hasattr(os, "register_at_fork"):  # Windows has none
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,18 +1,25 @@
-"""An optimizer's state by the names of the parameters, as torch.distributed.checkpoint.state_dict has it."""
+"""The state of an optimizer, by the names of its parameters, as torch.distributed.checkpoint.state_dict has it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from torch import nn
 
 from phalanx.checkpoint.storage.manifest import Broken
+from phalanx.checkpoint.storage.values import StateDict, Stateful
 from phalanx.errors import CheckpointError
 
 
-def by_name(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """What state_dict() gives, with names for numbers. A parameter that the model does not have keeps its number."""
+class OptimizerLike(Stateful, Protocol):
+    """A torch.optim.Optimizer, or a class with the same attributes."""
+
+    param_groups: list[StateDict]
+
+
+def by_name(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter]) -> StateDict:
+    """Returns its state_dict() with names for numbers. A parameter that the model does not have keeps its number."""
     state = optimizer.state_dict()
     names = _names(optimizer, parameters)
     flat = [name for group in names for name in group]
@@ -23,8 +30,8 @@ def by_name(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> dict[str,
     }
 
 
-def load(optimizer: Any, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
-    """The inverse of `by_name`."""
+def load(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter], state: StateDict) -> None:
+    """Loads what `by_name` has returned."""
     check(optimizer, state)
     saved = [group["params"] for group in state["param_groups"]]
     sources = _match(saved, _names(optimizer, parameters))
@@ -38,38 +45,36 @@ def load(optimizer: Any, parameters: Mapping[str, nn.Parameter], state: Mapping[
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def check_form(state: Any) -> None:
-    """Raises Broken for what `by_name` has not made."""
+def check_form(state: object) -> None:
+    """Raises Broken for anything that `by_name` has not returned."""
+    found = state if isinstance(state, dict) else {}
     try:
-        names = [name for group in state["param_groups"] for name in group["params"]]
-        is_right = isinstance(state["state"], dict) and all(type(name) is str for name in names)
+        names = [name for group in found["param_groups"] for name in group["params"]]
+        is_right = isinstance(found["state"], dict) and all(type(name) is str for name in names)
     except (LookupError, TypeError):
         is_right = False
     if not is_right:
         raise Broken("its optimizer is damaged")
 
 
-def check(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Raises CheckpointError when the optimizer has other groups than the state."""
+def check(optimizer: OptimizerLike, state: StateDict) -> None:
+    """Raises CheckpointError if the optimizer has other groups than the state."""
     own = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if own != saved:
+        here, there = (", ".join(map(str, counts)) for counts in (own, saved))
         raise CheckpointError(
-            f"the optimizer has groups of {_list(own)} parameters, and in the checkpoint they are of {_list(saved)}; "
+            f"the optimizer has groups of {here} parameters, and in the checkpoint they are of {there}; "
             "make it as it was made then."
         )
 
 
 def _match(saved: list[list[str]], own: list[list[str]]) -> list[list[str]]:
-    """For each parameter of each group here, the name it was saved under: its own, or else the one at its position."""
+    """Returns the name under which each parameter was saved: its own, or else the one at its position."""
     return [mine if set(mine) == set(theirs) else list(theirs) for mine, theirs in zip(own, saved, strict=True)]
 
 
-def _list(counts: list[int]) -> str:
-    return ", ".join(map(str, counts))
-
-
-def _names(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+def _names(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
     known = {id(parameter): name for name, parameter in parameters.items()}
     numbers = optimizer.state_dict()["param_groups"]
     return [

@@ -1,9 +1,9 @@
-"""One save: each rank writes its share beside training, and the rank that is done last makes the whole of it.
+"""One save: each rank writes its share beside training, and the rank that finishes last publishes the checkpoint.
 
-    rank 0 … n-1   copy what was left to copy, write rank-R.safetensors into step-N.tmp-TOKEN, sync it, hand in a record
-    the last one   manifest.json, the rename to step-N; tells all; removes what is too old
+    every rank     finishes its copies, writes rank-R.safetensors into step-N.tmp-TOKEN, syncs it, hands in a record
+    the last rank  writes manifest.json, renames the directory to step-N, publishes the outcome, removes old checkpoints
 
-Nobody waits here, so nobody can be waited for in a circle.
+No rank waits for another here, so there can be no deadlock.
 """
 
 from __future__ import annotations
@@ -11,111 +11,101 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 
+import msgspec
 import torch
 
 from phalanx.checkpoint.catalog import Catalog
-from phalanx.checkpoint.checkpoint_text import say
 from phalanx.checkpoint.copy_gate import CopyGate
-from phalanx.checkpoint.sharding import Copies
-from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, file_of
-from phalanx.checkpoint.storage.records import Share, disagreement, merged
+from phalanx.checkpoint.reporting import log_event, print_line
+from phalanx.checkpoint.sharding import ShardBuffer
+from phalanx.checkpoint.storage.manifest import MANIFEST, Manifest, Share, check_agreement, merge_tensors, shard_name
 from phalanx.errors import CheckpointError
 from phalanx.store.coordinator import Coordinator
 from phalanx.system import in_decimal_bytes
 
-_FULL = "the disk is full."
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be saved."""
-
-    step: int
-    number: int
-    """The number of this save, counted by the checkpointer."""
-    token: str
-    parts: tuple[str, ...]
-    share: Share
-    """This rank's, as far as it is known before it is written. With an error, nothing is written."""
-    keep: int | None
-    bytes: int
-    """Bytes of all tensors, on all ranks."""
-    done_with: Sequence[str]
-    """Keys of the store that no rank needs once all have come this far."""
+_DISK_FULL = "the disk is full."
 
 
 class Background:
-    """What the saves of one checkpointer have in common: the copies in memory, and a thread that lasts.
+    """What the saves of one checkpointer share: the copies in memory, and a thread that is kept.
 
-    To start a thread is to wait until it runs, which takes long where all cores are busy. It has no lower priority than
-    training: whenever it holds the interpreter's lock, training would have to wait for it all the longer. An
+    Starting a thread means waiting until it runs, which takes long where all cores are busy. It has no lower priority
+    than training: whenever it holds the interpreter's lock, training would have to wait for it all the longer. An
     interpreter that ends waits for it.
     """
 
     def __init__(self) -> None:
-        self.copies, self.gate = Copies(), CopyGate()
+        self.buffer, self.gate = ShardBuffer(), CopyGate()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the save under way."""
         self.thread.shutdown()
         self.gate.remove()
 
 
+@dataclass(eq=False)
 class Saving:
     """A save under way on this rank."""
 
-    def __init__(
-        self, task: Task, background: Background, coordinator: Coordinator, catalog: Catalog, note: Callable[..., None]
-    ) -> None:
-        self._task, self._background, self._coordinator = task, background, coordinator
-        self._catalog, self._note = catalog, note
-        self._aside, _ = catalog.place.names_for(task.step, task.token)
+    background: Background
+    coordinator: Coordinator
+    catalog: Catalog
+    share: Share
+    """This rank's share, without its checksum. With an error, nothing is written."""
+    number: int
+    """The number of this save, counted by the checkpointer."""
+    token: str
+    parts: tuple[str, ...]
+    keep: int | None
+    bytes: int
+    """Bytes of all tensors, on all ranks."""
+    unneeded_keys: list[str]
+    """Keys of the store that no rank needs once all have handed in their shares."""
+
+    def __post_init__(self) -> None:
+        self.step = self.share.step
+        self._directory, _ = self.catalog.storage.names_for(self.step, self.token)
         self._started = time.monotonic()
         self._lost: BaseException | None = None
         self._done = threading.Event()
 
-    @property
-    def step(self) -> int:
-        return self._task.step
-
     def start(self) -> None:
-        background = self._background
-        if not self._task.share.error:
-            background.gate.shut()
+        if not self.share.error:
+            self.background.gate.shut()
         try:
-            background.thread.submit(self._run)
+            self.background.thread.submit(self._run)
         except BaseException:
-            background.gate.open()
+            self.background.gate.open()
             raise
 
     def finish_own(self, timeout: float | None = None) -> bool:
-        """Waits for this rank's part; whether it is done."""
+        """Waits for this rank's part, and returns whether it is done."""
         return self._done.wait(timeout)
 
-    def finish(self, still: Callable[[float], None]) -> None:
-        """Until all ranks are done; raises CheckpointError on all of them if there is no checkpoint then.
+    def finish(self, on_wait: Callable[[float], None]) -> None:
+        """Waits for all ranks; raises CheckpointError on all of them if the save has failed.
 
-        ``still`` is called now and then with the seconds since the save began.
+        ``on_wait`` is called now and then with the seconds since the save began.
         """
         while not self.finish_own(timeout=10.0):
-            still(time.monotonic() - self._started)
+            on_wait(time.monotonic() - self._started)
         if self._lost is not None:
             reason = str(self._lost) or type(self._lost).__name__
             raise CheckpointError(f"the checkpoint of step {self.step} could not be agreed on: {reason}")
-        error = self._coordinator.await_value(
-            self._key("outcome"), str, lambda: still(time.monotonic() - self._started)
+        error = self.coordinator.await_value(
+            self._key("outcome"), str, lambda: on_wait(time.monotonic() - self._started)
         )
         if error:
             raise CheckpointError(error)
 
-    def _key(self, what: str, before: int = 0) -> str:
-        return f"save {self._task.number - before}/{what}"
+    def _key(self, name: str, before: int = 0) -> str:
+        return f"save {self.number - before}/{name}"
 
     # ---- in the background
 
@@ -126,109 +116,108 @@ class Saving:
                     problem = self._conclude()
                 except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
                     problem = self._explain(error)
-                self._tell(problem)
+                if problem:
+                    log_event(self.coordinator.rank, "save failed", step=self.step, problem=problem)
+                self.coordinator.publish(self._key("outcome"), problem)
         except Exception as error:  # noqa: BLE001  (the store is gone; `finish` tells the training loop)
             self._lost = error
         finally:
             self._done.set()
 
     def _write_share(self) -> Share:
-        share = self._task.share
-        if share.error:
-            return share
+        if self.share.error:
+            return self.share
+        buffer, storage = self.background.buffer, self.catalog.storage
         try:
             try:
-                self._background.copies.finish()
+                buffer.finish()
             finally:
-                self._background.gate.open()
-            place = self._catalog.place
-            place.make(self._aside)
-            fact = place.write(self._aside, file_of(self._coordinator.rank), self._background.copies.content)
+                self.background.gate.open()
+            storage.make_directory(self._directory)
+            checksum = storage.write(self._directory, shard_name(self.coordinator.rank), buffer.content)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
-            return share.failed(str(error) if isinstance(error, CheckpointError) else self._explain(error))
-        return share.written(fact)
+            return Share(self.step, "", error=self._explain(error))
+        return msgspec.structs.replace(self.share, checksum=checksum)
 
     def _hand_in(self, share: Share) -> bool:
         try:
-            return self._coordinator.hand_in(self._key("share"), share.encode())
+            return self.coordinator.hand_in(self._key("share"), msgspec.to_builtins(share))
         except ValueError as error:  # JSON has no numbers of thousands of digits
-            return self._coordinator.hand_in(self._key("share"), share.failed(self._explain(error)).encode())
+            failed = Share(self.step, "", error=self._explain(error))
+            return self.coordinator.hand_in(self._key("share"), msgspec.to_builtins(failed))
 
     def _conclude(self) -> str:
-        """The last rank: from shares to a checkpoint. Returns what went wrong."""
-        handed_in = self._coordinator.collect(self._key("share"))
-        self._coordinator.delete(self._key("outcome", before=1), *self._task.done_with)
+        """Makes a checkpoint of the shares, on the last rank. Returns the error message, if it has failed."""
+        handed_in = self.coordinator.collect(self._key("share"))
+        self.coordinator.delete(self._key("outcome", before=1), *self.unneeded_keys)
         try:
             shares = [Share.decode(each, rank) for rank, each in enumerate(handed_in)]
-            if problem := disagreement(shares):
-                raise CheckpointError(problem)
-            manifest, final = self._make_whole(shares)
+            check_agreement(shares)
+            manifest, final = self._publish(shares)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
-            problem = str(error) if isinstance(error, CheckpointError) else self._explain(error)
-            left = self._clear_away()
-            return problem + (self._room() if problem.endswith(_FULL) else "") + left
-        self._note("saved", step=self.step, seconds=time.monotonic() - self._started, bytes=manifest.bytes)
+            problem = self._explain(error)
+            left = self._remove_leftovers()
+            return problem + (self._space_needed() if problem.endswith(_DISK_FULL) else "") + left
+        seconds = time.monotonic() - self._started
+        log_event(self.coordinator.rank, "saved", step=self.step, seconds=seconds, bytes=manifest.bytes)
         try:
-            self._catalog.prune(self._task.keep, final)
+            self.catalog.prune(self.keep, final)
         except Exception as error:  # noqa: BLE001  (the checkpoint is there, and all ranks are told so)
-            say(f"step {self.step} is saved, but an old checkpoint in {self._catalog.place} cannot be removed: {error}")
+            where = self.catalog.storage
+            print_line(f"step {self.step} is saved, but an old checkpoint in {where} cannot be removed: {error}")
         return ""
 
-    def _make_whole(self, shares: list[Share]) -> tuple[Manifest, str]:
-        place, task = self._catalog.place, self._task
-        self._check_that_all_is_here(shares)
-        manifest = Manifest(
-            task.step,
-            time.time(),
-            len(shares),
-            task.parts,
-            version("phalanx"),
-            torch.__version__,
-            {file_of(rank): share.fact for rank, share in enumerate(shares)},
-            merged(shares),
-            shares[0].values,
-            [share.rng for share in shares],
-        )
-        place.write(self._aside, MANIFEST, manifest.encode())
-        _, final = place.names_for(task.step, task.token)
-        place.publish(self._aside, final)
+    def _publish(self, shares: list[Share]) -> tuple[Manifest, str]:
+        storage = self.catalog.storage
+        sizes = storage.sizes(self._directory)
+        for rank, share in enumerate(shares):
+            # Two nodes may have a directory of the same name that is not the same directory.
+            if sizes.get(shard_name(rank)) != share.checksum.bytes:
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} is not whole: rank {self.coordinator.rank} does not see "
+                    f"{shard_name(rank)} in {storage}; give a path that is the same disk on all nodes."
+                )
+        try:
+            manifest = Manifest(
+                step=self.step,
+                time=time.time(),
+                world_size=len(shares),
+                parts=self.parts,
+                phalanx=version("phalanx"),
+                torch=str(torch.__version__),
+                files={shard_name(rank): share.checksum for rank, share in enumerate(shares)},
+                tensors=merge_tensors(shares),
+                values=shares[0].values,
+                rng=[share.rng for share in shares],
+            )
+        except ValueError:
+            raise CheckpointError("the shares of the ranks do not make whole tensors; save again.") from None
+        storage.write(self._directory, MANIFEST, manifest.encode())
+        _, final = storage.names_for(self.step, self.token)
+        storage.publish(self._directory, final)
         return manifest, final
 
-    def _check_that_all_is_here(self, shares: list[Share]) -> None:
-        """Two nodes may have a directory of the same name that is not the same directory."""
-        sizes = self._catalog.place.sizes(self._aside)
-        for rank, share in enumerate(shares):
-            if sizes.get(file_of(rank)) != share.fact.bytes:
-                raise CheckpointError(
-                    f"the checkpoint of step {self.step} is not whole: rank {self._coordinator.rank} does not see "
-                    f"{file_of(rank)} in {self._catalog.place}; give a path that is the same disk on all nodes."
-                )
-
-    def _clear_away(self) -> str:
+    def _remove_leftovers(self) -> str:
         try:
-            for name in list(self._catalog.leftovers(lambda name: self._task.token in name)):
-                self._catalog.place.remove(name)
+            for name in list(self.catalog.leftovers(self.token)):
+                self.catalog.storage.remove(name)
         except OSError as error:
             return f" What was written of it cannot be removed: {error}"
         return ""
 
-    def _room(self) -> str:
-        """For a full disk; known only when nothing of this save takes any more."""
-        free = self._catalog.place.free_bytes()
+    def _space_needed(self) -> str:
+        """The free space is only right once everything of this save has been removed."""
+        free = self.catalog.storage.free_bytes()
         room = "" if free is None else f", and {in_decimal_bytes(free)} are free"
-        return f" It needs {in_decimal_bytes(self._task.bytes)}{room}; make room there."
-
-    def _tell(self, problem: str) -> None:
-        if problem:
-            self._note("save failed", step=self.step, problem=problem)
-        self._coordinator.publish(self._key("outcome"), problem)
+        return f" It needs {in_decimal_bytes(self.bytes)}{room}; make room there."
 
     def _explain(self, error: Exception) -> str:
-        head = (
-            f"rank {self._coordinator.rank} could not write the checkpoint of step {self.step} to {self._catalog.place}"
-        )
+        if isinstance(error, CheckpointError):
+            return str(error)
+        rank, storage = self.coordinator.rank, self.catalog.storage
+        head = f"rank {rank} could not write the checkpoint of step {self.step} to {storage}"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{head}: {_FULL}"
+            return f"{head}: {_DISK_FULL}"
         if isinstance(error, OSError):
             return f"{head}: {error.strerror or error}."
         return f"{head}: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""When a save is due: every so many steps, or every so many seconds by the clock of rank 0."""
+"""When a save is due: at every call, after a number of steps, or after a time by the clock of rank 0."""
 
 from __future__ import annotations
 
@@ -11,78 +11,52 @@ from phalanx.errors import UsageError
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
-class Always:
-    """Every call of save() saves."""
+class Schedule:
+    """Decides at each call of save() whether to save; the same on all ranks.
 
-    def is_due(self, step: int) -> bool:
-        return True
-
-    def done(self, step: int) -> None:
-        """The state of ``step`` was saved or loaded."""
-
-
-class EverySteps(Always):
-    """Due when a multiple of ``every`` has been reached or passed since the last one."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every
-        self._last = 0
-
-    def is_due(self, step: int) -> bool:
-        return step // self._every > self._last // self._every
-
-    def done(self, step: int) -> None:
-        self._last = step
-
-
-class EverySeconds(Always):
-    """Due when so much time has passed on rank 0.
-
-    All ranks have to save at the same call. To ask rank 0 at each would cost a message a step, so it says each time
-    how many calls to let pass: half of those that fit into what is left.
+    Asking rank 0 for the time at each call would cost a message a step, so it answers with the number of calls until
+    it is asked again: half of those that fit into the time that is left.
     """
 
-    def __init__(self, seconds: float, ask: Callable[[Callable[[], int], type[int]], int]) -> None:
-        """``ask(work)`` has rank 0 do the work, and gives its result to all."""
-        self._seconds, self._ask = seconds, ask
-        self._begin()
+    def __init__(self, every: int | str | None, ask: Callable[[Callable[[], int], type[int]], int]) -> None:
+        """``every`` is None, a number of steps, or a time such as "10min"; ``ask`` calls a function on rank 0."""
+        self._steps: int | None = None
+        self._seconds = _parse_time(every) if isinstance(every, str) else None
+        if every is not None and not isinstance(every, str):
+            if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+                raise UsageError(f'every={every!r} is no number of steps; give 1 or more, or a time like "10min".')
+            self._steps = every
+        self._ask = ask
+        self.record(0)
 
-    def _begin(self) -> None:
+    def record(self, step: int) -> None:
+        """Records that the state of ``step`` was saved or loaded."""
+        self._last = step
         self._began = time.monotonic()
-        self._calls = 0
-        self._ask_at = 1
+        self._calls, self._ask_at = 0, 1
 
     def is_due(self, step: int) -> bool:
+        if self._seconds is None:
+            return self._steps is None or step // self._steps > self._last // self._steps
         self._calls += 1
         if self._calls < self._ask_at:
             return False
-        wait = self._ask(self._calls_to_wait, int)
+        seconds = self._seconds
+        wait = self._ask(lambda: self._calls_to_wait(seconds), int)
         self._ask_at = self._calls + wait
         return wait == 0
 
-    def _calls_to_wait(self) -> int:
-        """On rank 0; nothing when the time has come."""
+    def _calls_to_wait(self, seconds: float) -> int:
+        """Returns the number of calls until the next question, on rank 0; 0 if a save is due."""
         passed = time.monotonic() - self._began
-        if passed >= self._seconds:
+        if passed >= seconds:
             return 0
-        fitting = (self._seconds - passed) / (passed / self._calls) if passed > 0 else 1.0
+        fitting = (seconds - passed) / (passed / self._calls) if passed > 0 else 1.0
         return max(1, min(int(fitting / 2), self._calls))
 
-    def done(self, step: int) -> None:
-        self._begin()
 
-
-def parse(every: int | str | None, ask: Callable[[Callable[[], int], type[int]], int]) -> Always:
-    """None, a number of steps, or a time such as "90s", "10min" or "1h"."""
-    if every is None:
-        return Always()
-    if isinstance(every, str):
-        found = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(s|sec|min|h)", every.strip())
-        if found is None or float(found[1]) == 0:
-            raise UsageError(
-                f'every={every!r} is no time; give a number of steps, or a time like "90s", "10min", "1h".'
-            )
-        return EverySeconds(float(found[1]) * _UNITS[found[2]], ask)
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise UsageError(f'every={every!r} is no number of steps; give 1 or more, or a time like "10min".')
-    return EverySteps(every)
+def _parse_time(text: str) -> float:
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(s|sec|min|h)", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise UsageError(f'every={text!r} is no time; give a number of steps, or a time like "90s", "10min", "1h".')
+    return float(found[1]) * _UNITS[found[2]]

@@ -1,15 +1,14 @@
-"""Which checkpoint is loaded: rank 0 proposes, every rank reads, and all take it or none does."""
+"""Selects the checkpoint to load: rank 0 proposes one, every rank reads it, and all load it or none does."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from phalanx import attempt
 from phalanx import world as worlds
+from phalanx.checkpoint import load
 from phalanx.checkpoint.catalog import Catalog, check_name
-from phalanx.checkpoint.checkpoint_text import say
-from phalanx.checkpoint.load import Loaded
+from phalanx.checkpoint.reporting import log_event, print_line
 from phalanx.checkpoint.state import State
 from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.errors import CheckpointError, UsageError
@@ -19,13 +18,13 @@ from phalanx.store.coordinator import Coordinator
 class CheckpointSelector:
     """Loads a checkpoint from a catalog, on all ranks alike."""
 
-    def __init__(self, catalog: Catalog, coordinator: Coordinator, note: Callable[..., None], trust: bool) -> None:
-        self._catalog, self._coordinator, self._note, self._trust = catalog, coordinator, note, trust
+    def __init__(self, catalog: Catalog, coordinator: Coordinator, trust: bool) -> None:
+        self._catalog, self._coordinator, self._trust = catalog, coordinator, trust
         self.broken: set[str] = set()
-        """Directories that were found to be damaged; complete on rank 0."""
+        """Directories that were damaged; complete on rank 0 only."""
 
     def load_latest(self, state: State) -> bool:
-        """The newest that is whole, into ``state``; whether there is one."""
+        """Loads the newest whole checkpoint into ``state``; returns whether there is one."""
         skipped: set[str] = set()
         while True:
             directory = self._coordinator.lead(lambda: self._newest(skipped), str | None)
@@ -41,7 +40,7 @@ class CheckpointSelector:
     def load(self, step: int, state: State) -> None:
         directory = check_name(self._coordinator.lead(lambda: self._of_step(step), str))
         if problem := self._try(directory, state):
-            raise CheckpointError(f"step {step} in {self._catalog.place} is damaged: {problem}.")
+            raise CheckpointError(f"step {step} in {self._catalog.storage} is damaged: {problem}.")
 
     # ---- on rank 0
 
@@ -57,7 +56,7 @@ class CheckpointSelector:
     def _skip(self, directory: str, problem: str, skipped: set[str]) -> None:
         skipped.add(directory)
         self.broken.add(directory)
-        say(f"skipped the checkpoint {directory} in {self._catalog.place}: {problem}")
+        print_line(f"skipped the checkpoint {directory} in {self._catalog.storage}: {problem}")
 
     def _of_step(self, step: int) -> str:
         entries = self._catalog.entries()
@@ -66,46 +65,46 @@ class CheckpointSelector:
             if entry.manifest is not None:
                 return entry.directory
         if found:
-            raise CheckpointError(f"step {step} in {self._catalog.place} is damaged: {found[0].problem}.")
+            raise CheckpointError(f"step {step} in {self._catalog.storage} is damaged: {found[0].problem}.")
         there = ", ".join(map(str, sorted({entry.step for entry in entries if entry.manifest}))) or "none"
-        raise CheckpointError(f"{self._catalog.place} has no checkpoint of step {step}; there are: {there}.")
+        raise CheckpointError(f"{self._catalog.storage} has no checkpoint of step {step}; there are: {there}.")
 
     # ---- on all ranks
 
     def _try(self, directory: str, state: State) -> str:
-        """What is wrong with it, for any rank; ``state`` is changed only if nothing is.
+        """Loads it on all ranks, or returns what is damaged.
 
-        Each rank sums up its share of the files. Only when all of them are right does any rank read on. A checkpoint
-        that one rank cannot take is a CheckpointError on all of them.
+        Each rank verifies its share of the files, and only if all of them are whole does any rank read the content. A
+        checkpoint that does not fit one rank is a CheckpointError on all of them.
         """
         coordinator = self._coordinator
         started = time.perf_counter()
         entry = self._catalog.entry(directory)
-        if problem := self._of_all(self._catalog.verify(entry, coordinator.rank, coordinator.size)):
+        if problem := self._first_of_all(self._catalog.verify(entry, coordinator.rank, coordinator.size)):
             return problem
-        loaded, problem, refusal = None, "", ""
+        apply, problem, refusal = None, "", ""
         try:
-            loaded = Loaded(self._catalog.place, entry, state, worlds.current(), self._trust)
+            apply = load.prepare(self._catalog.storage, entry, state, worlds.current(), self._trust)
         except OSError as error:
             problem = f"it cannot be read: {error.strerror or error}"
         except Broken as error:
             problem = str(error)
         except (CheckpointError, UsageError) as error:
             refusal = str(error)
-        except Exception as error:  # noqa: BLE001  (of the user's own code, mostly; all ranks are told)
-            where = f"rank {coordinator.rank} could not load {directory} in {self._catalog.place}"
+        except Exception as error:  # noqa: BLE001  (mostly of the user's own code; all ranks are told)
+            where = f"rank {coordinator.rank} could not load {directory} in {self._catalog.storage}"
             refusal = f"{where}: {type(error).__name__}: {error}"
-        if refusal := self._of_all(refusal):
+        if refusal := self._first_of_all(refusal):
             raise CheckpointError(refusal)
-        if problem := self._of_all(problem):
+        if problem := self._first_of_all(problem):
             return problem
-        assert loaded is not None
-        loaded.hand_over(state)
+        assert apply is not None
+        apply()
         attempt.resume_from(state.step)
-        self._note("loaded", step=state.step, seconds=time.perf_counter() - started)
+        log_event(coordinator.rank, "loaded", step=state.step, seconds=time.perf_counter() - started)
         return ""
 
-    def _of_all(self, problem: str) -> str:
-        """The first of what the ranks have found."""
-        told = self._coordinator.gather(problem, str)
-        return self._coordinator.lead(lambda: next((each for each in told or () if each), ""), str)
+    def _first_of_all(self, problem: str) -> str:
+        """Returns the problem of the lowest rank that has one."""
+        problems = self._coordinator.gather(problem, str)
+        return self._coordinator.lead(lambda: next(filter(None, problems or ()), ""), str)

@@ -1,4 +1,4 @@
-"""`ShardSampler`: DistributedSampler's interface over an order that is computed, not stored."""
+"""`ShardSampler`: the interface of DistributedSampler, over an order that is computed and not stored."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from phalanx.argparser import shown, whole_number
+from phalanx.data.iterable import find_position
 from phalanx.data.permutation import LONGEST, Permutation
-from phalanx.data.position import find_position
 from phalanx.errors import UsageError
 
 Uneven = Literal["pad", "drop", "exact"]
 
 _VERSION = 1
-"""Of the state, and of the order: what the same state stood for yesterday it has to stand for tomorrow."""
+"""The version of the state and of the order: a state must mean the same samples in every later release."""
 
-_FIRST_BLOCK = 64  # the first index comes at once …
-_LARGEST_BLOCK = 8192  # … and a long epoch is computed in pieces that the processor's cache holds
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 8192
+"""Indices computed at a time: the first ones come at once, and later blocks still fit into the processor's cache."""
 
 
 class ShardSampler(Sampler[int]):
     """Gives every rank its part of a dataset, in an order that depends on the seed and the epoch alone.
 
-    It takes DistributedSampler's place: same arguments, same methods, same attributes. Beyond that:
+    It repositions DistributedSampler, with the same arguments, methods and attributes. Beyond that:
 
-    - The first index comes at once and no list of indices is held, whatever the length, up to 2**62.
+    - The first index comes at once and no list of indices is stored, for any length up to 2**62.
     - ``uneven="exact"`` gives every sample to exactly one rank, as evaluation needs it.
-    - A run that was stopped within an epoch goes on with `load_state_dict`, on any number of ranks.
+    - A run that was stopped within an epoch resumes with `load_state_dict`, on any number of ranks.
 
-    Position p of the order belongs to rank p mod ``num_replicas``. When the samples do not come out even, ``uneven``
-    says what is done: "pad" repeats the first ones until they do, "drop" leaves the last ones out, "exact" lets some
-    ranks have one sample less than others. A dataset that is smaller than the world works too: "pad" repeats it as
-    often as needed, "drop" gives nobody anything, "exact" leaves some ranks with nothing. An empty one has nothing to
-    repeat, so all ranks get nothing.
+    Position p of the order belongs to rank p mod ``num_replicas``. If the number of samples is no multiple of that,
+    ``uneven="pad"`` repeats the first ones, "drop" leaves the last ones out, and "exact" gives some ranks one sample
+    less than others. A dataset that is smaller than the world works too: "pad" repeats it as often as needed, "drop"
+    gives no rank anything, and "exact" leaves some ranks with nothing. Of an empty one all ranks get nothing.
 
-    What counts as consumed is what this sampler was asked for, until `received` has been called: a DataLoader with
-    workers asks ahead of the training loop. ``px.track`` calls `received` with every batch that it hands out.
+    Every index that this sampler has yielded counts as consumed, until `received` is called: a DataLoader with workers
+    fetches ahead of the training loop. ``px.track`` calls `received` with every batch that it yields.
 
-    If an iteration begins and `set_epoch` was not called since the last one began, the next epoch is taken, with a
-    warning (or, with ``shuffle=False``, the same again). That is only right if it happens on all ranks.
+    If an iteration begins and `set_epoch` was not called since the last one began, the sampler takes the next epoch,
+    with a warning (or, with ``shuffle=False``, the same again). That is only right if it happens on all ranks.
 
     Args:
         dataset: anything with a length.
-        num_replicas, rank: given, or those of the process group; a world of one without a group.
+        num_replicas, rank: by default those of the process group; a world of one without a group.
         shuffle: False gives the dataset's own order.
         seed: any integer, the same on all ranks.
-        drop_last: DistributedSampler's way to say ``uneven="drop"``.
+        drop_last: DistributedSampler's name for ``uneven="drop"``.
         uneven: "pad" unless ``drop_last`` is set.
     """
 
@@ -71,41 +70,41 @@ class ShardSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = whole_number("seed", seed)
         self.epoch = 0
-        self.uneven: Uneven = _settle(uneven, drop_last)
+        self.uneven: Uneven = _check_uneven(uneven, drop_last)
         self.drop_last = self.uneven == "drop"
         self._length = _length(dataset)
         self._start = 0
-        """Where in the order of this epoch iterations begin: what had been consumed when the state was loaded."""
-        self._walk: _Walk | None = None
+        """The position at which iterations of this epoch begin: the samples consumed before the state was loaded."""
+        self._iteration: _Iteration | None = None
         self._may_begin = True
         self._has_warned = False
-        self._on_going_on: Callable[[], None] | None = None
+        self._on_resume: Callable[[], None] | None = None
 
     # ---- iterating
 
     def __iter__(self) -> Iterator[int]:
-        # chain hands the indices out without running any Python code for each of them.
+        # chain yields the indices without running any Python code for each of them.
         return itertools.chain.from_iterable(self._blocks())
 
     def _blocks(self) -> Iterator[Iterator[int]]:
-        """This rank's indices, piece by piece. Nothing happens before the first one is asked for."""
-        walk = self._begin()
+        """Yields this rank's indices, block by block. Nothing happens before the first one is requested."""
+        iteration = self._begin()
         order = Permutation(self._length, self.seed, self.epoch) if self.shuffle else None
-        left = self._length - walk.start
+        left = self._length - iteration.start
         size = _FIRST_BLOCK
         done = 0
-        while done < walk.count:
-            size = min(size, walk.count - done)
+        while done < iteration.count:
+            size = min(size, iteration.count - done)
             first = self.rank + done * self.num_replicas
-            places = np.arange(first, first + size * self.num_replicas, self.num_replicas, dtype=np.int64)
+            positions = np.arange(first, first + size * self.num_replicas, self.num_replicas, dtype=np.int64)
             if first + size * self.num_replicas > left:
-                places %= left  # padding: from the beginning of what was left
-            places += walk.start
+                positions %= left  # padding: the first of the remaining samples again
+            positions += iteration.start
             done += size
-            yield walk.hand_out((places if order is None else order(places)).tolist())
+            yield iteration.start_block((positions if order is None else order(positions)).tolist())
             size = min(2 * size, _LARGEST_BLOCK)
 
-    def _begin(self) -> _Walk:
+    def _begin(self) -> _Iteration:
         if (now := len(self.dataset)) != self._length:
             raise UsageError(f"the dataset had {self._length} samples and has {now} now; make a new ShardSampler.")
         if not self._may_begin:
@@ -113,11 +112,11 @@ class ShardSampler(Sampler[int]):
             if self.shuffle:
                 self._take_next_epoch()
         self._may_begin = False
-        if (call := self._on_going_on) is not None:
-            self._on_going_on = None
+        if (call := self._on_resume) is not None:
+            self._on_resume = None
             call()
-        self._walk = _Walk(self._start, self._share(self._start))
-        return self._walk
+        self._iteration = _Iteration(self._start, self._share(self._start))
+        return self._iteration
 
     def _take_next_epoch(self) -> None:
         self.epoch += 1
@@ -130,32 +129,31 @@ class ShardSampler(Sampler[int]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch is another order, from its beginning.
+        """Selects the order of another epoch, from its beginning.
 
-        The epoch that `load_state_dict` has brought goes on where it was, until it has been run to its end.
+        The epoch that `load_state_dict` has loaded resumes where it was, unless it has been run to its end.
         """
         epoch = whole_number("epoch", epoch)
-        if epoch != self.epoch or (self._walk is not None and self._walk.is_over):
+        if epoch != self.epoch or (self._iteration is not None and self._iteration.is_over):
             self.epoch = epoch
             self._start = 0
-            self._walk = None
-            self._on_going_on = None
+            self._iteration = None
+            self._on_resume = None
         self._may_begin = True
 
     # ---- how many
 
     def __len__(self) -> int:
-        """How many indices the iteration under way gives on this rank in all, or else the next one."""
+        """Returns the number of indices of the current iteration on this rank, or else of the next one."""
         return self._share(self._start)
 
     @property
     def num_samples(self) -> int:
-        """The same as len()."""
         return len(self)
 
     @property
     def total_size(self) -> int:
-        """The same over all ranks, with what is repeated and without what is left out."""
+        """The number of indices on all ranks, with repeated samples and without those that are left out."""
         left = self._length - self._start
         return left if self.uneven == "exact" else self._share(self._start) * self.num_replicas
 
@@ -167,24 +165,23 @@ class ShardSampler(Sampler[int]):
             return -(-left // self.num_replicas)
         return len(range(self.rank, left, self.num_replicas))
 
-    # ---- stopping and going on
+    # ---- saving and resuming
 
     def received(self, count: int) -> None:
-        """The training loop has got ``count`` more samples on this rank.
+        """Reports that the training loop has received ``count`` more samples on this rank.
 
-        Once it was called within an iteration, what it was told counts as consumed there, and not what the sampler was
-        asked for.
+        From the first call in an iteration on, only such samples count as consumed.
         """
-        if self._walk is None:
+        if self._iteration is None:
             raise UsageError(f"received({count}) was called, but no iteration is under way; iterate first.")
         count = whole_number("count", count, 0)
-        self._walk.received = (self._walk.received or 0) + count
+        self._iteration.received = (self._iteration.received or 0) + count
 
     def state_dict(self) -> dict[str, int]:
-        """Plain numbers: ``consumed`` is how many samples of this epoch all ranks together have got.
+        """Returns plain numbers: ``consumed`` is how many samples of this epoch all ranks together have received.
 
         They are the same on all ranks after the same number of samples on each. With ``uneven="exact"`` some ranks have
-        one sample less, so save those of rank 0, which has the most.
+        one sample less, so save the state of rank 0, which has the most.
         """
         return {
             "seed": self.seed,
@@ -195,7 +192,7 @@ class ShardSampler(Sampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next iteration gives what the epoch in ``state`` has left, maybe nothing; all ranks need the same state.
+        """Makes the next iteration yield the rest of the epoch in ``state``. All ranks need the same state.
 
         The seed becomes that of the state. The number of ranks may be another one.
         """
@@ -222,54 +219,54 @@ class ShardSampler(Sampler[int]):
                 f"the sampler's state says that {consumed} of {self._length} samples are consumed; "
                 "give what state_dict() returned."
             )
-        self._on_going_on = None
+        self._on_resume = None
         self.seed, self.epoch, self._start = seed, epoch, consumed
-        self._walk = None
+        self._iteration = None
         self._may_begin = True
 
-    def when_it_goes_on(self, call: Callable[[], None]) -> None:
-        """``call`` is called when an iteration takes up what `load_state_dict` has brought, before its first index.
+    def on_resume(self, call: Callable[[], None]) -> None:
+        """Registers a function to call when an iteration resumes the loaded state, before its first index.
 
-        That is after a DataLoader has begun and before it fetches anything. It is not called if the epoch that was
-        brought is left without an iteration.
+        That is after a DataLoader has begun and before it fetches anything. It is not called if another epoch is set
+        before that.
         """
-        self._on_going_on = call
+        self._on_resume = call
 
     def _consumed(self) -> int:
-        if self._walk is None:
+        if self._iteration is None:
             return self._start
-        if self._walk.is_over:  # what "drop" leaves out is done with, too
+        if self._iteration.is_over:  # the samples that "drop" leaves out are done with, too
             return self._length
-        return min(self._walk.start + self._walk.gone * self.num_replicas, self._length)
+        return min(self._iteration.start + self._iteration.consumed * self.num_replicas, self._length)
 
 
-class _Walk:
-    """One iteration: where it began, and how far it has come."""
+class _Iteration:
+    """One iteration on this rank: its first position, and how many indices it has yielded."""
 
     def __init__(self, start: int, count: int) -> None:
         self.start = start
         self.count = count
-        """How many indices it gives on this rank in all."""
+        """The number of indices on this rank."""
         self.received: int | None = None
         self._computed = 0
         self._block: Iterator[int] = iter(())
 
-    def hand_out(self, block: list[int]) -> Iterator[int]:
+    def start_block(self, block: list[int]) -> Iterator[int]:
         self._computed += len(block)
         self._block = iter(block)
         return self._block
 
     @property
-    def gone(self) -> int:
-        """A list's iterator knows how much is left of it, so nobody has to count the indices one by one."""
+    def consumed(self) -> int:
+        # The iterator of a list knows how much is left of it, so the indices need not be counted one by one.
         return self._computed - operator.length_hint(self._block) if self.received is None else self.received
 
     @property
     def is_over(self) -> bool:
-        return self.gone >= self.count
+        return self.consumed >= self.count
 
 
-def _settle(uneven: Uneven | None, drop_last: bool) -> Uneven:
+def _check_uneven(uneven: Uneven | None, drop_last: bool) -> Uneven:
     if uneven not in (None, "pad", "drop", "exact"):
         raise UsageError(f"uneven is {uneven!r}; give 'pad', 'drop' or 'exact'.")
     if drop_last and uneven not in (None, "drop"):

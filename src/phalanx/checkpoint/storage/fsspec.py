@@ -1,31 +1,31 @@
-"""Checkpoints behind fsspec (memory://, s3://, …): stores that cannot rename, so the manifest makes a checkpoint."""
+"""Checkpoints behind fsspec (memory://, s3://, …). Such stores cannot rename: writing the manifest publishes them."""
 
 from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import IO, Any
+from typing import IO
 
 from phalanx.checkpoint.storage.base import Storage
 from phalanx.checkpoint.storage.manifest import MANIFEST
 from phalanx.errors import UsageError
 
 
-class Remote(Storage):
-    """A URL. Each save has a directory of its own name, so that none can get between the files of another."""
+class FsspecStorage(Storage):
+    """A URL. Each save has a directory of its own name, so that no two mix their files."""
 
     def __init__(self, path: str) -> None:
         import fsspec
 
         self.path = path
         try:
-            # Lists of directories that are remembered would hide what other ranks have written.
+            # Cached listings would hide what other ranks have written.
             fs, root = fsspec.core.url_to_fs(path, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise UsageError(f"{path} cannot be opened: {error}") from None
-        self._fs: Any = fs
-        self._root: str = root.rstrip("/")
+        self._fs = fs
+        self._root = root.rstrip("/")
 
     def _at(self, *names: str) -> str:
         return posixpath.join(self._root, *names)
@@ -47,18 +47,18 @@ class Remote(Storage):
     def create(self, directory: str, name: str) -> AbstractContextManager[IO[bytes]]:
         return self._fs.open(self._at(directory, name), "wb")
 
-    def make(self, directory: str) -> None:
+    def make_directory(self, directory: str) -> None:
         self._fs.makedirs(self._at(directory), exist_ok=True)
 
     def names_for(self, step: int, token: str) -> tuple[str, str]:
         name = f"step-{step}.{token}"
         return name, name
 
-    def publish(self, aside: str, final: str) -> None:
-        """The manifest, which was written last, has done it."""
+    def publish(self, temporary: str, final: str) -> None:
+        """Does nothing: the manifest, which was written last, has published it."""
 
-    def settle(self, final: str) -> None:
-        """It keeps its name: to rename is to copy here."""
+    def use_plain_name(self, final: str) -> None:
+        """Does nothing: here, to rename is to copy."""
 
     def remove(self, directory: str) -> None:
         manifest = self._at(directory, MANIFEST)
@@ -70,5 +70,5 @@ class Remote(Storage):
         return None
 
     def lock(self) -> Callable[[], None]:
-        """There is none: one run at a time is the user's part here."""
+        """Locks nothing: here the user sees to it that only one run writes."""
         return lambda: None

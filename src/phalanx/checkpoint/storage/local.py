@@ -1,4 +1,4 @@
-"""Checkpoints on a disk: written aside, synced, renamed."""
+"""Checkpoints on a disk: written to a temporary directory, synced, renamed."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from pathlib import Path
 from typing import IO, cast
 
 from phalanx import run_files
-from phalanx.checkpoint.storage.base import ALIGNED, Storage
+from phalanx.checkpoint.storage.base import ALIGNMENT, Storage
 from phalanx.errors import UsageError
 from phalanx.system import procfs
 
 _LOCK = ".writer"
-_UNABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system without locks answers."""
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""The errors of a file system without locks."""
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 """Windows has neither."""
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | _NO_LINK
 _LEAST_DIRECT = 1 << 20
 _locked: dict[tuple[int, int, int], Storage] = {}
-"""By process, device and inode: the roots that this process writes to. A record lock is that of the whole process, and
-is lost when any file descriptor of its file is closed."""
+"""The directories that this process writes to, by process, device and inode. A record lock belongs to the whole
+process, and is lost when any file descriptor of its file is closed."""
 
 
-class Local(Storage):
+class LocalStorage(Storage):
     """A directory, on a disk that all ranks share."""
 
     def __init__(self, path: str, mode: int | None = None) -> None:
         self.path = path
         self._root = Path(path).expanduser().absolute()
-        self._is_told = mode is not None
+        self._is_mode_given = mode is not None
         self._mode = _default_mode() if mode is None else mode
 
     def directories(self) -> list[str]:
@@ -59,25 +59,27 @@ class Local(Storage):
 
     @contextlib.contextmanager
     def create(self, directory: str, name: str) -> Iterator[IO[bytes]]:
-        with self._own(directory) as at:
+        with self._opened(directory) as at:
             path = name if at is not None else os.fspath(self._root / directory / name)
-            _unlink(path, at)  # of a save that failed, and could not be removed
+            _unlink(path, at)  # left over by a save that failed
             fd = os.open(path, _CREATE, self._mode, dir_fd=at)
             try:
-                if self._is_told:  # whatever the umask is
+                if self._is_mode_given:  # the umask does not apply to it
                     os.chmod(fd if os.chmod in os.supports_fd else path, self._mode)  # noqa: PTH101 (follows no link)
-                yield cast(IO[bytes], _Direct(fd))
+                yield cast(IO[bytes], _DirectWriter(fd))
                 os.fsync(fd)
             except BaseException:
-                _unlink(path, at)  # a full disk has room again for what is said about it
+                _unlink(path, at)  # so that a full disk has room again for the logs
                 raise
             finally:
                 os.close(fd)
 
     @contextlib.contextmanager
-    def _own(self, directory: str) -> Iterator[int | None]:
-        """The directory of a save. All ranks are one user; anybody else who can write to the path, which a team may
-        share, could have put a link there that leads elsewhere. None where files are not opened from a directory."""
+    def _opened(self, directory: str) -> Iterator[int | None]:
+        """Opens the directory of a save; None on a system that cannot open files relative to one.
+
+        It must belong to this user: a team may share the path, and somebody else could have put a link there.
+        """
         if os.open not in os.supports_dir_fd:
             yield None
             return
@@ -91,32 +93,32 @@ class Local(Storage):
         finally:
             os.close(at)
 
-    def make(self, directory: str) -> None:
+    def make_directory(self, directory: str) -> None:
         self._make(self._root)
         self._make(self._root / directory)
 
     def _make(self, directory: Path) -> None:
-        """Who may read a file may list its directory. Harmless if that is there already."""
+        """Whoever may read the files may list the directory."""
         mode = self._mode | (self._mode & 0o444) >> 2
         directory.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             directory.mkdir(mode)
-            if self._is_told:
-                with self._own(os.fspath(directory)) as at:
+            if self._is_mode_given:
+                with self._opened(os.fspath(directory)) as at:
                     os.chmod(directory if at is None else at, mode)  # noqa: PTH101 (follows no link)
 
     def names_for(self, step: int, token: str) -> tuple[str, str]:
-        # A step that is there already keeps its name until the new one is whole: there is no moment with neither.
+        # An earlier checkpoint of this step keeps its name until the new one is whole, so there is always one of them.
         is_taken = os.path.lexists(self._root / f"step-{step}")
         return f"step-{step}.tmp-{token}", f"step-{step}.{token}" if is_taken else f"step-{step}"
 
-    def publish(self, aside: str, final: str) -> None:
-        # The names inside have to be on the disk before the name of the whole is.
-        _sync(self._root / aside)
-        (self._root / aside).rename(self._root / final)
+    def publish(self, temporary: str, final: str) -> None:
+        # The names of the files have to be on the disk before the name of their directory is.
+        _sync(self._root / temporary)
+        (self._root / temporary).rename(self._root / final)
         _sync(self._root)
 
-    def settle(self, final: str) -> None:
+    def use_plain_name(self, final: str) -> None:
         plain = final.partition(".")[0]
         if final != plain:
             (self._root / final).rename(self._root / plain)
@@ -155,7 +157,7 @@ class Local(Storage):
         return end
 
     def _lock(self) -> Callable[[], None]:
-        """A record lock: it ends with the process, however that ends, and no child inherits it. Windows has none."""
+        """Takes a record lock, which ends with the process and is not inherited by children. Windows has none."""
         try:
             import fcntl
         except ImportError:
@@ -168,7 +170,7 @@ class Local(Storage):
             except OSError as error:
                 owner = os.read(fd, 200).decode(errors="replace").strip()
                 os.close(fd)
-                if error.errno in _UNABLE:
+                if error.errno in _NO_LOCKS:
                     return lambda: None
                 raise UsageError(
                     f"checkpoints in {self.path} are being written by {owner or 'another run'}; "
@@ -177,33 +179,34 @@ class Local(Storage):
             if _is_at(fd, path):
                 break
             os.close(fd)  # its owner has just removed it
-        if self._is_told:
+        if self._is_mode_given:
             os.fchmod(fd, self._mode)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"pid {os.getpid()} on host {socket.gethostname()}".encode(), 0)
-        return lambda: _unlock(fd, path)
+
+        def unlock() -> None:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
+        return unlock
 
 
 def _default_mode() -> int:
-    """For the owner alone, unless the user's umask was made for a group: one that shuts out all others."""
-    return 0o666 if _umask() & 0o007 == 0o007 else 0o600
-
-
-def _umask() -> int:
-    """To set it, even for a moment, is to set it for all threads; so that is done only where nothing else shows it."""
+    """Returns the mode for the owner alone, unless the umask is one for a group: one that shuts out all others."""
     known = procfs.status("self").get("Umask")
     if known is not None:
-        return int(known, 8)
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
+        umask = int(known, 8)
+    else:  # only as the last resort: to set it, even for a moment, is to set it for all threads
+        umask = os.umask(0o077)
+        os.umask(umask)
+    return 0o666 if umask & 0o007 == 0o007 else 0o600
 
 
-class _Direct:
-    """Writes large aligned memory past the page cache, which costs training the least.
+class _DirectWriter:
+    """Writes large aligned memory with O_DIRECT, past the page cache, which costs training the least.
 
-    Filling the cache takes several times the processor time of the write itself. What is small or not aligned, and
-    everything on file systems that cannot do it, goes through the cache.
+    Filling the cache takes several times the processor time of the write itself. Small or unaligned writes, and all
+    writes on file systems without O_DIRECT, go through the cache.
     """
 
     def __init__(self, fd: int) -> None:
@@ -215,8 +218,8 @@ class _Direct:
     def write(self, view: memoryview) -> int:
         length = len(view)
         while view:
-            whole = len(view) // ALIGNED * ALIGNED
-            self._switch(self._can and whole >= _LEAST_DIRECT and self._at % ALIGNED == 0 and _is_aligned(view))
+            whole = len(view) // ALIGNMENT * ALIGNMENT
+            self._switch(self._can and whole >= _LEAST_DIRECT and self._at % ALIGNMENT == 0 and _is_aligned(view))
             try:
                 count = os.write(self._fd, view[:whole] if self._is_direct else view)
             except OSError as error:
@@ -242,17 +245,12 @@ class _Direct:
 
 
 def _is_aligned(view: memoryview) -> bool:
-    return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNED == 0
+    return not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT == 0
 
 
 def _unlink(path: str, at: int | None) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path, dir_fd=at)
-
-
-def _unlock(fd: int, path: Path) -> None:
-    path.unlink(missing_ok=True)
-    os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:
