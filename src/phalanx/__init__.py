@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from phalanx.launch.spawn import spawn
     from phalanx.parallel.wrap import data_parallel
     from phalanx.train.accumulate import accumulate
-    from phalanx.train.log import log
     from phalanx.train.metrics import Max, Mean, Min, Sum, compute_metrics
     from phalanx.train.precision import autocast
+    from phalanx.train.progress import log
     from phalanx.train.track import track
     from phalanx.world import World, init
 
@@ -40,7 +40,7 @@ _HOMES = {
     "compute_metrics": "phalanx.train.metrics",
     "data_parallel": "phalanx.parallel.wrap",
     "init": "phalanx.world",
-    "log": "phalanx.train.log",
+    "log": "phalanx.train.progress",
     "main_only": "phalanx.comm.order",
     "print": "phalanx.comm.order",
     "rank_zero_first": "phalanx.comm.order",

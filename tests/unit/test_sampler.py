@@ -357,10 +357,10 @@ def test_what_was_fetched_ahead_is_not_lost() -> None:
         for batch in itertools.islice(loader, 5):
             sampler.received(len(batch))
             seen.update(batch.tolist())
-        assert sampler._walk is not None
-        sampler._walk.received, told = None, sampler._walk.received
+        assert sampler._iteration is not None
+        sampler._iteration.received, told = None, sampler._iteration.received
         assert sampler.state_dict()["consumed"] > 40  # so much was asked for
-        sampler._walk.received = told
+        sampler._iteration.received = told
         states.append(sampler.state_dict())
         del loader
     assert states[0] == states[1]

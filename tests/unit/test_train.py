@@ -19,8 +19,8 @@ from phalanx import attempt
 from phalanx.errors import UsageError
 from phalanx.status import own_page, reading
 from phalanx.status.page import StatusPage
-from phalanx.train import log, progress
-from phalanx.train.progress import Report, averages, describe
+from phalanx.train import progress
+from phalanx.train.progress import RankProgress, averages, describe
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +70,11 @@ def test_a_mean_of_halves_is_added_up_in_full() -> None:
 
 
 def test_log_keeps_sums_and_gives_them_once() -> None:
-    log.take()
+    progress.take_logged()
     px.log(loss=torch.tensor(2.0, requires_grad=True), rate=1)
     px.log(loss=4.0)
-    assert log.take() == {"loss": (6.0, 2), "rate": (1.0, 1)}
-    assert log.take() == {}
+    assert progress.take_logged() == {"loss": (6.0, 2), "rate": (1.0, 1)}
+    assert progress.take_logged() == {}
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_what_cannot_be_logged(value: Any, text: str) -> None:
 
 
 def test_the_line_says_what_matters() -> None:
-    own = Report(2, step=120, samples=3840, seconds=6.0, data=1.5, communication=2.0, logged={"loss": (3.0, 6)})
-    other = Report(2, step=120, samples=3840, seconds=6.0, communication=0.5, logged={"loss": (1.0, 2)})
+    own = RankProgress(2, step=120, samples=3840, seconds=6.0, data=1.5, communication=2.0, logged={"loss": (3.0, 6)})
+    other = RankProgress(2, step=120, samples=3840, seconds=6.0, communication=0.5, logged={"loss": (1.0, 2)})
     assert describe({0: own, 1: other}, own, 400) == (
         "epoch 2, step 120/400, 1280 samples/s, loss 0.5, 14 s left, data 25%, slowest rank 1 (+38%)"
     )
@@ -99,7 +99,10 @@ def test_the_line_says_what_matters() -> None:
 
 
 def test_each_rank_counts_the_same() -> None:
-    reports = {0: Report(0, logged={"loss": (10.0, 1)}), 1: Report(0, logged={"loss": (2.0, 3), "rate": (1.0, 1)})}
+    reports = {
+        0: RankProgress(0, logged={"loss": (10.0, 1)}),
+        1: RankProgress(0, logged={"loss": (2.0, 3), "rate": (1.0, 1)}),
+    }
     assert averages(reports) == {"loss": (10.0 + 2.0 / 3) / 2, "rate": 1.0}
 
 
@@ -114,7 +117,7 @@ def test_a_live_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     written.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", written)
-    line = progress.Line()
+    line = progress.ProgressLine()
     line.show("a long one")
     line.show("short")
     line.finish("end")
@@ -125,7 +128,7 @@ def test_elsewhere_they_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.delenv("PHALANX_RUN_DIR", raising=False)
-    line = progress.Line()
+    line = progress.ProgressLine()
     line.show("one")
     line.finish("two")
     assert written.getvalue() == "one\ntwo\n"
@@ -201,7 +204,7 @@ def test_an_empty_pass_has_no_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_line_tells_of_an_interrupted_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Report(2, 12, 120, 1.0)
+    own = RankProgress(2, 12, 120, 1.0)
     assert describe({0: own}, own, None).startswith("epoch 2, step 12,")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert describe({0: own}, own, None).startswith("attempt 2, epoch 2, step 12,")

@@ -1,4 +1,4 @@
-"""A shuffled order of range(length) that is never written down: any part of it is computed when it is asked for.
+"""A shuffled order of range(length) that is never stored: any part of it is computed on demand.
 
 How it works. Up to 4096 numbers are sorted by a hash of each. More are laid out in a rectangle, nearly a square and
 hardly larger than the length. Six rounds shift the row of each number by a hash of its column, and its column by a hash
@@ -6,14 +6,13 @@ of its row, in turn. That is a Feistel network: each round can be undone, so no 
 The few numbers that land outside of range(length) go through the network again until they are inside (cycle walking,
 Black and Rogaway 2002), which keeps the order a permutation.
 
-All of it is integer arithmetic that is written out here. So the order is the same with any version of numpy and on any
-machine; a test holds some of its numbers. Whoever changes them must change the version of the sampler's state.
+All of it is plain integer arithmetic, so the order is the same with any version of numpy and on any machine; a test
+holds some of its numbers. A change of the order needs a new version of the sampler's state.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +33,13 @@ _MULTIPLIERS = {
     64: (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 31),
 }
 
-Words = NDArray[Any]
+Words = NDArray[np.integer]
 
 
 class Permutation:
-    """Position to index, both from 0 to ``length`` − 1; another key gives another order.
+    """Maps positions to indices, both from 0 to ``length`` − 1; another key gives another order.
 
-    It keeps working memory for the largest array it was given, so it is for one thread at a time.
+    It keeps scratch memory for the largest array so far, so only one thread may use it at a time.
     """
 
     def __init__(self, length: int, *key: int) -> None:
@@ -51,12 +50,12 @@ class Permutation:
         self._order = _Sorted(length, seeds) if length <= _SORTED_UP_TO else _Network(length, seeds)
 
     def __call__(self, positions: Words) -> NDArray[np.int64]:
-        """The indices at these positions, each of which has to be in range(length)."""
+        """Returns the indices at these positions, each of which has to be in range(length)."""
         return self._order(positions)
 
 
 class _Seeds:
-    """64-bit numbers without end, drawn from the key."""
+    """An endless sequence of 64-bit numbers, drawn from the key."""
 
     def __init__(self, *key: int) -> None:
         self._state = 0
@@ -78,7 +77,7 @@ def _mix(word: int) -> int:
 
 
 class _Sorted:
-    """All of the order at once."""
+    """The whole order, as a table."""
 
     def __init__(self, length: int, seeds: _Seeds) -> None:
         words = np.arange(1, length + 1, dtype=np.uint64)
@@ -95,7 +94,7 @@ class _Sorted:
 
 
 class _Network:
-    """Words of 32 bits as long as they hold every number, for processors do twice as many of them at once."""
+    """The Feistel network. Its words have 32 bits if they hold every number: processors do twice as many at once."""
 
     def __init__(self, length: int, seeds: _Seeds) -> None:
         self._bits = 32 if length <= 2**32 else 64
@@ -122,7 +121,7 @@ class _Network:
         return words.astype(np.int64)
 
     def _shuffle(self, words: Words) -> None:
-        """All rounds, in place."""
+        """Computes all rounds, in place."""
         if words.size > self._scratch.shape[1]:
             self._scratch = np.empty((3, words.size), self._type)
         row, column, spare = self._scratch[:, : words.size]
@@ -138,8 +137,8 @@ class _Network:
         np.multiply(row, self._columns, out=words)
         np.add(words, column, out=words)
 
-    def _round(self, moved: Words, by: Words, modulus: Any, key: Any, spare: Words, other: Words) -> None:
-        """moved = (moved + hash(by)) mod modulus, with the hash brought into range(modulus) by a multiplication."""
+    def _round(self, moved: Words, by: Words, modulus: np.integer, key: np.integer, spare: Words, other: Words) -> None:
+        """Computes moved = (moved + hash(by)) mod modulus; a multiplication brings the hash into range(modulus)."""
         np.bitwise_xor(by, key, out=spare)
         np.multiply(spare, self._first, out=spare)
         np.right_shift(spare, self._shift, out=other)
@@ -155,9 +154,9 @@ class _Network:
 
 
 def sides(length: int, most: int) -> tuple[int, int]:
-    """The rows and columns of the rectangle; neither exceeds ``most``.
+    """Returns the rows and columns of the rectangle; neither exceeds ``most``.
 
-    Of many that are nearly square the smallest: the less is left over, the fewer numbers have to go around again.
+    It is the smallest of many that are nearly square: the smaller it is, the fewer numbers need another pass.
     """
     least = math.isqrt(length - 1) + 1  # the square root, rounded up
     found = [(-(-length // columns), columns) for columns in range(least, min(least + _CANDIDATES, most + 1))]

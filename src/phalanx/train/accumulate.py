@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+
+from torch import nn
 
 from phalanx.argparser import whole_number
 from phalanx.errors import UsageError
@@ -12,7 +14,7 @@ from phalanx.train import track
 
 
 class accumulate:
-    """Counts batches; within its ``with`` block gradients are exchanged only when the batch is the last of ``every``.
+    """Counts batches; within its ``with`` block gradients are exchanged only for the last batch of ``every``.
 
         parts = px.accumulate(model, every=4)
         for x, y in px.track(loader, epoch=epoch):
@@ -30,21 +32,22 @@ class accumulate:
     The forward pass must be inside the block too: DDP decides there whether it will exchange gradients.
     """
 
-    def __init__(self, model: Any, every: int) -> None:
+    def __init__(self, model: nn.Module, every: int) -> None:
         every = whole_number("every", every, 1)
-        if not hasattr(model, "no_sync"):
+        self._no_sync: Callable[[], contextlib.AbstractContextManager[object]] | None = getattr(model, "no_sync", None)
+        if self._no_sync is None:
             raise UsageError(
                 f"accumulate got a {type(model).__name__}, which has no no_sync(); wrap it with px.data_parallel first."
             )
-        self._model, self._every = model, every
+        self._every = every
         self._done = 0
-        self._blocks: list[contextlib.AbstractContextManager[Any]] = []
+        self._blocks: list[contextlib.AbstractContextManager[object]] = []
         self.size = every
-        """Of how many batches the current step is made."""
+        """The number of batches in the current step."""
 
     @property
     def complete(self) -> bool:
-        """The batch just handled was the last of its step: now the optimizer's turn has come."""
+        """True after the last batch of a step: it is time for the optimizer's step."""
         return self._done == 0
 
     def __enter__(self) -> accumulate:
@@ -52,7 +55,7 @@ class accumulate:
             left = track.batches_left()
             self.size = self._every if left is None else max(1, min(self._every, left))
         last = self._done + 1 == self.size
-        block: Any = contextlib.nullcontext() if last else self._model.no_sync()
+        block = contextlib.nullcontext() if last or self._no_sync is None else self._no_sync()
         block.__enter__()
         self._blocks.append(block)
         return self

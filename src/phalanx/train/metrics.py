@@ -1,14 +1,14 @@
 """Metrics that are exact over uneven shards: local sums and counts, and one exchange for all metrics of a report.
 
-Nothing is exchanged while they are updated, and no value is fetched from a GPU before it is asked for.
+Updates exchange nothing, and no value is fetched from a GPU before it is computed.
 """
 
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx import world as worlds
@@ -19,36 +19,36 @@ Number = float | int | Tensor
 
 
 class Metric:
-    """What `compute_metrics` can put together: a few numbers of this rank, and how those of all ranks become one."""
+    """A few numbers of this rank, and how `compute_metrics` combines those of all ranks."""
+
+    def __init__(self) -> None:
+        self.reset()
 
     def state(self) -> list[Number]:
-        """The numbers of this rank; the same many on every rank."""
+        """Returns the numbers of this rank; as many as on every other rank."""
         raise NotImplementedError
 
     def combine(self, states: Tensor) -> float:
-        """The result, from the states of all ranks (ranks × numbers, float64, in the order of the ranks)."""
+        """Returns the result, from the states of all ranks (ranks × numbers, float64, in the order of the ranks)."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """As new, for the next epoch."""
+        """Forgets all values, for the next epoch."""
         raise NotImplementedError
 
     def compute(self) -> float:
-        """The value over all ranks. Every rank must call it; `compute_metrics` takes several at once."""
+        """Returns the value over all ranks. Every rank must call it; `compute_metrics` takes several at once."""
         return compute_metrics(value=self)["value"]
 
 
 class Mean(Metric):
-    """The mean of everything that was given, on all ranks together, however unevenly they were given it.
+    """The mean of all values, on all ranks together, however unevenly they are spread.
 
     loss_of_all = px.Mean()
     loss_of_all.update(loss, len(x))    # the mean of a batch, and of how many
     correct.update(guess == y)          # or a tensor: the mean of its elements
     loss_of_all.compute()               # on every rank
     """
-
-    def __init__(self) -> None:
-        self.reset()
 
     def update(self, value: Number, count: float | None = None) -> None:
         """Adds the mean of ``count`` values, or, without a count, every element of ``value``."""
@@ -82,10 +82,7 @@ class Mean(Metric):
 
 
 class Sum(Metric):
-    """The sum of everything that was given on all ranks."""
-
-    def __init__(self) -> None:
-        self.reset()
+    """The sum of all values on all ranks."""
 
     def update(self, value: Number) -> None:
         value = _checked(value, "Sum")
@@ -101,10 +98,10 @@ class Sum(Metric):
         self._sum: Number = 0.0
 
 
-def _checked(value: Any, metric: str) -> Number:
-    """A number, or what torch makes a tensor of."""
+def _checked(value: object, metric: str) -> Number:
+    """Returns a number, or a tensor of whatever torch makes one of."""
     try:
-        if isinstance(value, Real):  # numpy's numbers are, too
+        if isinstance(value, Real):  # numpy's numbers are Real, too
             return float(value)
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -112,10 +109,7 @@ def _checked(value: Any, metric: str) -> Number:
 
 
 class Max(Metric):
-    """The largest of everything that was given on all ranks; NaN when nothing was."""
-
-    def __init__(self) -> None:
-        self.reset()
+    """The largest of all values on all ranks; NaN if there are none."""
 
     def update(self, value: Number) -> None:
         given = torch.as_tensor(_checked(value, type(self).__name__)).detach().double()
@@ -135,7 +129,7 @@ class Max(Metric):
 
 
 class Min(Max):
-    """The smallest of everything that was given on all ranks; NaN when nothing was."""
+    """The smallest of all values on all ranks; NaN if there are none."""
 
     def update(self, value: Number) -> None:
         super().update(-torch.as_tensor(_checked(value, "Min")))
@@ -145,7 +139,7 @@ class Min(Max):
 
 
 def compute_metrics(**metrics: Metric) -> dict[str, float]:
-    """The values of several metrics over all ranks, with one exchange. Every rank must call it with the same ones."""
+    """Returns the values of several metrics over all ranks, with one exchange. Every rank must pass the same ones."""
     for name, metric in metrics.items():
         if not isinstance(metric, Metric):
             raise UsageError(
@@ -154,7 +148,7 @@ def compute_metrics(**metrics: Metric) -> dict[str, float]:
     if not metrics:
         return {}
     states = {name: metric.state() for name, metric in metrics.items()}
-    everyone = _from_all_ranks([number for state in states.values() for number in state])
+    everyone = _gather([number for state in states.values() for number in state])
     values, start = {}, 0
     for name, metric in metrics.items():
         end = start + len(states[name])
@@ -163,15 +157,13 @@ def compute_metrics(**metrics: Metric) -> dict[str, float]:
     return values
 
 
-def _from_all_ranks(numbers: list[Number]) -> Tensor:
-    """A row for each rank. They are gathered, not summed, so the result has the same bits on every rank."""
+def _gather(numbers: list[Number]) -> Tensor:
+    """Returns a row for each rank. They are gathered, not summed, so that every rank gets the same bits."""
     world = worlds.current()
     own = torch.stack([torch.as_tensor(number, dtype=torch.float64).cpu() for number in numbers])
     if world.size == 1:
         return own.unsqueeze(0)
-    import torch.distributed as dist
-
-    sent: Any = own.to(world.device) if world.backend == "nccl" else own
+    sent = own.to(world.device) if world.backend == "nccl" else own
     rows = [torch.empty_like(sent) for _ in range(world.size)]
     dist.all_gather(rows, sent)
     return torch.stack(rows).cpu()

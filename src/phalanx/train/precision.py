@@ -1,10 +1,8 @@
-"""Automatic mixed precision, the same lines on every device: bf16 on CPUs, bf16 or scaled fp16 on GPUs."""
+"""Automatic mixed precision, with the same code on every device: bf16 on CPUs, bf16 or scaled fp16 on GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +26,7 @@ class autocast:
             optimizer.zero_grad()
 
     ``dtype``: ``"bf16"``, ``"fp16"`` (GPUs only), or what fits the device: bf16 on CPUs and on GPUs that have it,
-    otherwise fp16. With ``enabled=False`` everything runs in full precision, by the same lines. With `px.accumulate`
+    otherwise fp16. With ``enabled=False`` everything runs in full precision. With `px.accumulate`
     call ``backward`` for every part, ``clip`` and ``step`` when a step is complete.
     """
 
@@ -37,12 +35,12 @@ class autocast:
         self.dtype = _choose(dtype, kind)
         self._kind, self._enabled = kind, enabled
         self.scaler = torch.amp.GradScaler(kind, enabled=enabled and self.dtype is torch.float16)
-        """torch's own; with bf16 it passes everything through."""
-        self._open: list[Any] = []
+        """torch's own scaler; with bf16 it does nothing."""
+        self._open: list[torch.autocast] = []
         self._unscaled: set[int] = set()
 
     def __enter__(self) -> autocast:
-        block: Any = torch.autocast(self._kind, dtype=self.dtype, enabled=self._enabled)
+        block = torch.autocast(self._kind, dtype=self.dtype, enabled=self._enabled)
         block.__enter__()
         self._open.append(block)
         return self
@@ -53,35 +51,32 @@ class autocast:
         self._open.pop().__exit__(kind, error, trace)
 
     def backward(self, loss: Tensor) -> None:
-        """loss.backward(), scaled where fp16 needs it. Outside of the ``with`` block, as torch advises."""
+        """Calls loss.backward(), scaled if fp16 needs it. Call it outside of the ``with`` block, as torch advises."""
         self.scaler.scale(loss).backward()
 
     def clip(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Scales all gradients of the optimizer down to a norm of ``max_norm`` at most; returns the norm they had.
+        """Scales all gradients of the optimizer down to a norm of at most ``max_norm``; returns the norm before that.
 
         Gradients are the same on all ranks after backward, and so is the norm: nothing is exchanged.
         """
         if self.scaler.is_enabled() and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
-        return torch.nn.utils.clip_grad_norm_(_parameters(optimizer), max_norm)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """optimizer.step(); with fp16 left out when a gradient has overflowed, and the scale is adapted."""
+        """Calls optimizer.step(); with fp16 it is skipped if a gradient has overflowed, and the scale is adapted."""
         self.scaler.step(optimizer)
         self.scaler.update()
         self._unscaled.discard(id(optimizer))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return self.scaler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         if state or not self.scaler.is_enabled():
             self.scaler.load_state_dict(state)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _choose(asked: str | torch.dtype | None, kind: str) -> torch.dtype:

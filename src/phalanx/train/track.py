@@ -1,4 +1,4 @@
-"""`px.track`: like tqdm around a loader. Sets the epoch, counts what the loop was given, times it, and shows it."""
+"""`px.track`: like tqdm around a loader. Sets the epoch, counts and times the batches, and shows the progress."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from phalanx.comm import clock
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
 from phalanx.status import layout, own_page
-from phalanx.status.page import StatusPage
 from phalanx.torch_compat.tensors import tree_map_only
-from phalanx.train import log
-from phalanx.train.progress import Board, Line, Report, describe
+from phalanx.train.progress import ProgressExchange, ProgressLine, RankProgress, describe, take_logged
 
 _T = TypeVar("_T")
 _LIVE_EVERY, _PLAIN_EVERY, _REPORT_EVERY = 0.5, 10.0, 1.0
 
 _running: list[Track[Any]] = []
-_epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_epochs: weakref.WeakKeyDictionary[Iterable[object], int] = weakref.WeakKeyDictionary()
 """The last epoch of each loader that was tracked without a number."""
+_passes = itertools.count()
+"""Numbers of the passes in this process: every rank makes the same ones in the same order."""
 
 
 def track(
     loader: Iterable[_T], epoch: int | None = None, *, device: str | torch.device | None = None, quiet: bool = False
 ) -> Track[_T]:
-    """Iterates over a loader, and knows how the run is getting on.
+    """Iterates over a loader, and shows the progress of the run.
 
         for epoch in range(epochs):
             for x, y in px.track(loader, epoch=epoch):
                 ...
                 px.log(loss=loss)
 
-    The loader's sampler is told the epoch (`set_epoch`), and what the loop has been given, so that its state is right
-    at any moment, whatever the loader has fetched ahead. Rank zero shows one line with the pace of all ranks; every
-    rank writes its pace to the run directory of ``phalanx run``.
+    It calls the sampler's `set_epoch`, and its `received` with every batch, so that the sampler's state is right at any
+    moment, however far ahead the loader fetches. Rank zero shows one line with the pace of all ranks; every rank writes
+    its pace to the run directory of ``phalanx run``.
 
     Args:
         loader: a DataLoader, or anything that can be iterated over.
-        epoch: its number; left out, the passes over this loader are counted.
+        epoch: its number; by default the passes over this loader are counted.
         device: where the tensors of each batch are moved to, if anywhere.
         quiet: show no line.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise UsageError(f"loader is {argparser.shown(loader)}; give a DataLoader, or something else to iterate over.")
-    place = argparser.device(device) if device is not None else None
-    return Track(loader, None if epoch is None else argparser.whole_number("epoch", epoch), place, quiet)
+    target = argparser.device(device) if device is not None else None
+    return Track(loader, None if epoch is None else argparser.whole_number("epoch", epoch), target, quiet)
 
 
 class Track(Generic[_T]):
@@ -66,7 +66,7 @@ class Track(Generic[_T]):
         self._sampler = _sampler_of(loader)
         self.epoch = _next_epoch(loader, self._sampler) if epoch is None else epoch
         self.batches_left: int | None = None
-        """With the one that the loop holds now; None when the loader has no length."""
+        """The number of batches left, the current one included; None if the loader has no length."""
 
     def __len__(self) -> int:
         total = _batches(self._loader)
@@ -79,52 +79,55 @@ class Track(Generic[_T]):
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
         total = _batches(self._loader)
-        watch = _Watch(self.epoch, total, self._quiet)
+        reporter = _Reporter(self.epoch, total, self._quiet)
         sizes = _batch_sizes(self._loader, self._sampler)
         self.batches_left = None if total is None else total + 1
         _running.append(self)
         try:
-            for batch in watch.timed(self._loader):
+            for batch in reporter.timed(self._loader):
                 count = next(sizes, None) if sizes is not None else None
                 count = _length(batch) if count is None else count
                 if hasattr(self._sampler, "received"):
                     self._sampler.received(count)
                 if self.batches_left is not None:
                     self.batches_left -= 1
-                watch.given(count)
+                reporter.add_batch(count)
                 yield batch if self._device is None else _moved(batch, self._device)
-            watch.end()
+            reporter.end()
         finally:
             _running.remove(self)
-            watch.close()
+            reporter.close()
 
 
 def batches_left() -> int | None:
-    """Of the innermost loop that is being tracked; None when there is none, or it does not know."""
+    """Returns the number for the innermost loop that is being tracked; None if there is none, or it is unknown."""
     return _running[-1].batches_left if _running else None
 
 
-class _Watch:
-    """The times of one pass, told to whom it concerns."""
+class _Reporter:
+    """Times one pass, and reports it to the line, the other ranks, the event file and the status page."""
 
     def __init__(self, epoch: int, total: int | None, quiet: bool) -> None:
-        self._world = worlds.current()
+        world = worlds.current()
         self._total = total
-        self._report = Report(epoch)
-        self._board = Board(self._world, next(_numbers))
-        self._line = Line() if self._world.is_main and not quiet else None
-        self._events, self._page = _run_files(self._world.rank)
+        self._progress = RankProgress(epoch)
+        self._exchange = ProgressExchange(world, next(_passes))
+        self._line = ProgressLine() if world.is_main and not quiet else None
+        directory = os.environ.get("PHALANX_RUN_DIR")
+        is_recorded = directory and Path(directory).is_dir()
+        self._events = EventLog(rank_events_path(Path(directory), world.rank)) if directory and is_recorded else None
+        self._page = own_page.current() if is_recorded else None
         now = time.perf_counter()
-        self._started = self._asked = now
+        self._started = self._requested = now
         self._show_at = self._report_at = now + _LIVE_EVERY
         self._communication_before = clock.seconds()
 
     def timed(self, loader: Iterable[_T]) -> Iterator[_T]:
-        """The loader's batches; what it takes to get one counts as waiting for data."""
+        """Yields the loader's batches; the time to get one counts as waiting for data."""
         self._beat(layout.DATA)
         batches = iter(loader)
         while True:
-            self._asked = time.perf_counter()
+            self._requested = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -132,96 +135,83 @@ class _Watch:
             yield batch
             self._beat(layout.DATA)
             if time.perf_counter() >= self._report_at:
-                self._tell()
+                self._report()
 
-    def given(self, count: int) -> None:
-        report = self._report
-        report.data += time.perf_counter() - self._asked
-        report.step += 1
-        report.samples += count
+    def add_batch(self, samples: int) -> None:
+        progress = self._progress
+        progress.data += time.perf_counter() - self._requested
+        progress.step += 1
+        progress.samples += samples
         self._beat(layout.FORWARD)
 
     def end(self) -> None:
-        self._report.ended = True
+        self._progress.ended = True
         self._beat(layout.OTHER)
-        self._tell()
+        self._report()
 
     def close(self) -> None:
-        """Also when the loop was left early: a line that stands there unfinished gets its end."""
+        """Ends the line, also if the loop was left early."""
         if self._line is not None and self._line.is_open:
-            self._line.finish(describe(self._board.read(self._report), self._report, self._total))
+            self._line.finish(self._describe())
         if self._events is not None:
             self._events.close()
 
     def _beat(self, phase: int) -> None:
         if self._page is not None:
-            report = self._report
-            self._page.beat(phase, report.epoch, report.step, report.samples)
+            progress = self._progress
+            self._page.beat(phase, progress.epoch, progress.step, progress.samples)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now = time.perf_counter()
-        report = self._report
-        report.seconds = now - self._started
+        progress = self._progress
+        progress.seconds = now - self._started
         before, after = self._communication_before, clock.seconds()
-        report.communication = after - before if before is not None and after is not None else None
-        report.logged = log.take() or report.logged
+        progress.communication = after - before if before is not None and after is not None else None
+        progress.logged = take_logged() or progress.logged
         self._report_at = now + _REPORT_EVERY
-        self._board.publish(report)
+        self._exchange.publish(progress)
         if self._events is not None:
-            means = {name: total / count for name, (total, count) in report.logged.items()}
-            self._events.write("epoch" if report.ended else "progress", **_fields(report), values=means)
-        is_empty = self._total == 0  # a run that goes on from the end of an epoch
-        if self._line is not None and not is_empty and (report.ended or now >= self._show_at):
+            means = {name: total / count for name, (total, count) in progress.logged.items()}
+            self._events.write("epoch" if progress.ended else "progress", **_fields(progress), values=means)
+        is_empty = self._total == 0  # a run that resumes at the end of an epoch
+        if self._line is not None and not is_empty and (progress.ended or now >= self._show_at):
             self._show(self._line, now)
 
-    def _show(self, line: Line, now: float) -> None:
-        if self._report.ended:
-            self._board.await_ends()
-        text = describe(self._board.read(self._report), self._report, self._total)
-        if self._report.ended:
-            line.finish(text)
+    def _show(self, line: ProgressLine, now: float) -> None:
+        if self._progress.ended:
+            self._exchange.await_ends()
+            line.finish(self._describe())
         else:
-            line.show(text)
+            line.show(self._describe())
         self._show_at = now + (_LIVE_EVERY if line.is_live else _PLAIN_EVERY)
 
+    def _describe(self) -> str:
+        return describe(self._exchange.read(self._progress), self._progress, self._total)
 
-def _fields(report: Report) -> dict[str, Any]:
-    fields = {name: getattr(report, name) for name in ("epoch", "step", "samples", "seconds", "data", "communication")}
+
+def _fields(progress: RankProgress) -> dict[str, object]:
+    names = ("epoch", "step", "samples", "seconds", "data", "communication")
+    fields = {name: getattr(progress, name) for name in names}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
 
 
-_numbers = itertools.count()
-"""Of the passes in this process: every rank makes the same ones in the same order, so a number names one for all."""
-
-
-def _run_files(rank: int) -> tuple[EventLog | None, StatusPage | None]:
-    """The event log and the status page of this rank, if ``phalanx run`` has made a place for them."""
-    directory = os.environ.get("PHALANX_RUN_DIR")
-    if not directory or not Path(directory).is_dir():
-        return None, None
-    return EventLog(rank_events_path(Path(directory), rank)), own_page.current()
-
-
-def _batches(loader: Any) -> int | None:
-    """How many there are, if that can be known: a DataLoader over an iterable dataset has a len() that raises."""
+def _batches(loader: object) -> int | None:
+    """Returns the number of batches, if it is known: a DataLoader over an iterable dataset has a len() that raises."""
     try:
-        return len(loader)
+        return len(loader) if isinstance(loader, Sized) else None
     except TypeError:
         return None
 
 
-def _sampler_of(loader: Any) -> Any:
-    """What draws the indices of a DataLoader: its sampler, or the one inside its batch sampler."""
-    for owner in (loader, getattr(loader, "batch_sampler", None)):
-        sampler = getattr(owner, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            return sampler
+def _sampler_of(loader: object) -> Any:
+    """Returns what draws the indices of a DataLoader: its sampler, or the one inside its batch sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    return batch_sampler if hasattr(batch_sampler, "set_epoch") else None
+    found = (getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
+    return next((each for each in found if hasattr(each, "set_epoch")), None)
 
 
-def _next_epoch(loader: Any, sampler: Any) -> int:
-    """The first pass goes on where the sampler stands; each further one is the next epoch."""
+def _next_epoch(loader: Iterable[object], sampler: object) -> int:
+    """The first pass resumes the sampler's epoch; each further one is the next epoch."""
     try:
         before = _epochs.get(loader)
         epoch = getattr(sampler, "epoch", 0) if before is None else before + 1
@@ -231,28 +221,25 @@ def _next_epoch(loader: Any, sampler: Any) -> int:
         return 0
 
 
-def _batch_sizes(loader: Any, sampler: Any) -> Iterator[int] | None:
-    """How many samples each batch of a DataLoader takes from its sampler; None when only the batches can tell."""
+def _batch_sizes(loader: object, sampler: object) -> Iterator[int] | None:
+    """Yields how many samples each batch of a DataLoader takes from its sampler; None if only the batches show it."""
     size = getattr(loader, "batch_size", None)
-    if size is None or sampler is None or not isinstance(sampler, Sized):
+    if size is None or not isinstance(sampler, Sized):
         return None
     whole, rest = divmod(len(sampler), size)
     return itertools.chain(itertools.repeat(size, whole), [rest] if rest else [])
 
 
-def _length(batch: Any) -> int:
-    """The samples in a batch: the first dimension of its first tensor, as far in as that may be."""
+def _length(batch: object) -> int:
+    """Returns the number of samples in a batch: the first dimension of its first tensor, however deep it is nested."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else 1
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    if isinstance(batch, (list, tuple)) and batch:
-        return _length(batch[0]) if isinstance(batch[0], (Tensor, Mapping, list, tuple)) else len(batch)
+    if isinstance(batch, list | tuple) and batch:
+        return _length(batch[0]) if isinstance(batch[0], Tensor | Mapping | list | tuple) else len(batch)
     return 1
 
 
 def _moved(batch: _T, device: torch.device) -> _T:
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
-    return tree_map_only(Tensor, move, batch)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
