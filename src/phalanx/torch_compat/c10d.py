@@ -21,13 +21,13 @@ _NO_SHM = "The backend shm: all groups are of gloo."
 
 INIT_PROCESS_GROUP = Replaced(
     "torch.distributed:init_process_group",
-    "The recorder notes that a rank is joining; shm by name is refused in one sentence where it cannot be had.",
+    "The recorder notes that a rank is joining; backend='shm' is refused in one sentence where it is not available.",
     "A rank that waits for others in init_process_group is not shown as joining.",
     also=(_C10D,),
 )
 NEW_GROUP = Replaced(
     f"{_C10D}:_new_process_group_helper",
-    "Every group comes from it: a group of gloo on CPUs becomes one of shm, and the recorder begins.",
+    "It creates every group: on CPUs a gloo group becomes a shm group, and the recorder begins.",
     "Groups that ask for gloo stay on gloo.",
 )
 WORLD = Name(
@@ -54,7 +54,7 @@ REGISTER_BACKEND = Name(
 )
 GET_BACKEND = Name(
     "torch.distributed:ProcessGroup._get_backend",
-    "Whether a group that is destroyed already was of gloo.",
+    "Shows whether a group that is already destroyed was a gloo group.",
     "A DDP model that outlives its group on gloo may hang when the interpreter ends.",
 )
 DEVICE_TYPES = Name(
@@ -69,7 +69,7 @@ ABORT = Name(
 )
 MONITORED_BARRIER = Replaced(
     "torch.distributed:monitored_barrier",
-    "torch's own asks for the name gloo; a group of shm has one too.",
+    "torch's own requires the name gloo; this makes it work for a shm group.",
     "monitored_barrier on a group of shm.",
     also=(_C10D,),
     since=OLDEST_FOR_SHM,
@@ -82,35 +82,35 @@ SEND = Replaced(
 )
 RECV = Replaced(
     "torch.distributed:recv",
-    "As send.",
+    "The same for recv.",
     "A rank that waits in recv is not shown as such on gloo.",
     also=(_C10D,),
 )
 WAIT = Replaced(
     "torch.distributed:Work.wait",
-    "The recorder tells waiting for others from own work.",
+    "The recorder distinguishes waiting for others from own work.",
     "Waiting for an asynchronous collective counts as own work.",
 )
 SOURCE_RANK = Name(
     "torch.distributed:Work._source_rank",
-    "Which rank a message from any rank came from.",
+    "The sender of a message that was received from any rank.",
     "On several nodes, a message from any rank has no known sender on shm.",
     since=OLDEST_FOR_SHM,
 )
 STORE_INIT = Replaced(
     "torch.distributed:TCPStore.__init__",
     "The recorder notes which store a rank connects to.",
-    "A rank that waits for a store that nobody serves is not explained.",
+    "A rank that waits for a store that no process serves is not explained.",
 )
 CREATE_STORE = Replaced(
     f"{_RENDEZVOUS}:_create_c10d_store",
-    "An address that a script itself has chosen becomes a part of the launcher's store.",
-    "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that nobody serves.",
+    "An address that the script has chosen is served by the launcher's store.",
+    "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that no process serves.",
 )
 USE_AGENT_STORE = Replaced(
     f"{_RENDEZVOUS}:_torchelastic_use_agent_store",
-    "Worlds of other ranks than those of the run are served by their rank 0.",
-    "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that nobody serves.",
+    "A world that is not that of the run is served by its rank 0.",
+    "Scripts with a tcp:// address or a MASTER_PORT of their own wait for a store that no process serves.",
 )
 GLOO_OPTIONS = Name(
     "torch.distributed:ProcessGroupGloo._Options",
@@ -132,7 +132,7 @@ GLOO_OPTIONS_DEVICES = Name(
 )
 GLOO_SET_TIMEOUT = Name(
     "torch.distributed:ProcessGroupGloo._set_default_timeout",
-    "After the links between nodes are made, shm itself watches the time: it can say which rank is late.",
+    "Once the nodes are connected, shm itself measures the timeout, because it can name the rank that is late.",
     "A timeout between nodes is gloo's, and names no rank.",
     since=OLDEST_FOR_SHM,
 )

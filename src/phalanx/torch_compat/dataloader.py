@@ -14,12 +14,12 @@ NEXT = Replaced(
 ITERATOR = Name(
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter",
     "Found in a traceback, it has the workers of the loader that failed.",
-    "A worker that was killed is not named where torch itself has heard of it too late.",
+    "A worker that was killed is not named where torch itself notices it too late.",
 )
 WORKERS = Name(
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._workers",
     "The workers' processes.",
-    "A worker that was killed is not named where torch itself has heard of it too late.",
+    "A worker that was killed is not named where torch itself notices it too late.",
 )
 SIGNAL_HANDLER = Name(
     "torch.utils.data._utils.signal_handling",
@@ -28,8 +28,8 @@ SIGNAL_HANDLER = Name(
 )
 WORKER = Name(
     "torch.utils.data._utils.worker",
-    "By its file, a stack is known as that of a loader's worker.",
-    "What the workers of a loader do is not said when a rank waits for them.",
+    "Its file identifies the stack of a loader's worker.",
+    "Reports on a rank that waits for its loader do not show what the workers do.",
 )
 WORKER_FILE = WORKER.path.replace(".", "/") + ".py"
 _HANDLER_FILE = SIGNAL_HANDLER.path.replace(".", "/") + ".py"

@@ -16,10 +16,13 @@ EVAL_FRAME = Name(
     since=OLDEST_FOR_SHM,
 )
 FRAME_ACTION = Name(
-    "torch._C._dynamo:eval_frame._FrameAction", "What it is to do there.", EVAL_FRAME.lost, since=OLDEST_FOR_SHM
+    "torch._C._dynamo:eval_frame._FrameAction", "The action for such a frame.", EVAL_FRAME.lost, since=OLDEST_FOR_SHM
 )
 FRAME_STRATEGY = Name(
-    "torch._C._dynamo:eval_frame._FrameExecStrategy", "And below it.", EVAL_FRAME.lost, since=OLDEST_FOR_SHM
+    "torch._C._dynamo:eval_frame._FrameExecStrategy",
+    "The strategy for the frames below it.",
+    EVAL_FRAME.lost,
+    since=OLDEST_FOR_SHM,
 )
 PRELOADED = Name(
     COMPILER,

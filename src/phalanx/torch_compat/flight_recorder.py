@@ -13,25 +13,27 @@ from phalanx.torch_compat import FLIGHT_RECORDER_IS_ON
 from phalanx.torch_compat.names import Name
 
 _NATIVE = "torch._C._distributed_c10d"
-_LOST = "Reports on ranks that hang do not say which collective of {} each is in, by its number."
+_LOST = "Reports on ranks that hang do not number the collective of {} that each is in."
 TRACE = Name(
     f"{_NATIVE}:_dump_fr_trace",
-    "The latest collectives, with the lines that asked for them.",
+    "The latest collectives, with the lines that called them.",
     _LOST.format("gloo"),
     since=FLIGHT_RECORDER_IS_ON,
 )
 PROGRESS = Name(
     f"{_NATIVE}:_dump_fr_trace_json",
-    "How far each group has come, ten times a second.",
+    "The progress of each group, ten times a second.",
     _LOST.format("gloo"),
     since=FLIGHT_RECORDER_IS_ON,
 )
-NCCL_TRACE = Name(f"{_NATIVE}:_dump_nccl_trace", "The latest of nccl's.", _LOST.format("nccl"), since=None)
-NCCL_PROGRESS = Name(f"{_NATIVE}:_dump_nccl_trace_json", "How far nccl has come.", _LOST.format("nccl"), since=None)
+NCCL_TRACE = Name(f"{_NATIVE}:_dump_nccl_trace", "The latest collectives of nccl.", _LOST.format("nccl"), since=None)
+NCCL_PROGRESS = Name(
+    f"{_NATIVE}:_dump_nccl_trace_json", "The progress of nccl's groups.", _LOST.format("nccl"), since=None
+)
 COMPILER = Name(
     "torch._inductor",
-    "torch asks its compiler whether it has written a line; a stand-in answers as long as nobody has loaded it.",
-    "The first report on a rank takes seconds, for torch imports its compiler.",
+    "torch asks its compiler whether it has generated a line; a stub answers until the compiler is loaded.",
+    "The first report on a rank takes seconds, because torch imports its compiler.",
 )
 
 

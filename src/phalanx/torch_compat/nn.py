@@ -19,9 +19,9 @@ METADATA = Name(
 )
 _LOST = "mode='dp' on CPUs runs one replica."
 REPLICATE = Name("torch.nn:Module._replicate_for_data_parallel", "A copy of one module, without its tensors.", _LOST)
-PARAMETERS = Name("torch.nn:Module._parameters", "Finds also those that are None.", _LOST)
-BUFFERS = Name("torch.nn:Module._buffers", "Finds also those that are None.", _LOST)
-CHILDREN = Name("torch.nn:Module._modules", "Finds also those that are None or have two names.", _LOST)
+PARAMETERS = Name("torch.nn:Module._parameters", "Also finds entries that are None.", _LOST)
+BUFFERS = Name("torch.nn:Module._buffers", "Also finds entries that are None.", _LOST)
+CHILDREN = Name("torch.nn:Module._modules", "Also finds modules that are None or have two names.", _LOST)
 WRAPPER = Name(
     "torch._utils:ExceptionWrapper",
     "An exception of a replica is raised with its number, as torch's DataParallel does.",
@@ -39,7 +39,7 @@ DDP_BROADCAST = Replaced(
 )
 DDP_LOGGING_DATA = Name(
     "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data",
-    "How many parameters DDP has numbered: by that their numbers in its errors become names.",
+    "The number of parameters of DDP, to translate the numbers in its errors to names.",
     "An error about missing gradients has DDP's numbers and no names.",
 )
 BACKWARD = Replaced(
@@ -50,7 +50,7 @@ BACKWARD = Replaced(
 ENGINE = Name(
     "torch.autograd:Variable._execution_engine",
     "Calls the recorder when a rank's own work in backward is done, just before DDP waits for the others.",
-    "Own work in backward is not told from waiting, so no straggler is named under DDP on gloo.",
+    "Own work in backward is not distinguished from waiting, so no straggler is named under DDP on gloo.",
 )
 SAVE = Replaced(
     "torch:save",

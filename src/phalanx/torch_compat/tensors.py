@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 VERSION = Name(
     "torch:Tensor._version",
-    "Whether a tensor was changed before a checkpoint has copied it in the background.",
+    "Shows whether a tensor was changed before a checkpoint copied it in the background.",
     "Checkpoints are copied while training waits.",
 )
 IS_ZERO = Name(
