@@ -14,9 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx import messages, secret
-from phalanx.launch.multinode import links, protocol
-from phalanx.launch.multinode.hub import Hub
-from phalanx.launch.multinode.links import Connection, Cut, Spoke
+from phalanx.launch.multinode import hub, links, protocol
+from phalanx.launch.multinode.hub import Hub, Spoke
+from phalanx.launch.multinode.links import Connection, ServerLost
 from phalanx.launch.multinode.protocol import NodeInfo
 from phalanx.launch.multinode.rendezvous import HubAddress, Rendezvous
 
@@ -100,7 +100,7 @@ def test_nodes_meet_talk_and_are_lost(begin: Callable[..., Round]) -> None:
         assert nodes.next(node) == protocol.NodeLost(2, "its agent has ended or was killed")
     nodes.hub.leave(None, 1.0)
     assert nodes.next(1) == protocol.NodeLost(0, "its agent has ended or was killed")
-    assert isinstance(nodes.next(1), Cut)
+    assert isinstance(nodes.next(1), ServerLost)
 
 
 def test_nodes_that_do_not_fit(begin: Callable[..., Round]) -> None:
@@ -151,7 +151,7 @@ def test_strangers(begin: Callable[..., Round], monkeypatch: pytest.MonkeyPatch)
         with nodes.connect() as stranger:
             stranger.sendall(said)
             assert nodes.next(0, protocol.Ignored).text.startswith("a message from 127.0.0.1 is ignored: ")
-    held = [nodes.connect() for _ in range(links._MOST_UNAUTHENTICATED + 10)]
+    held = [nodes.connect() for _ in range(hub._MOST_UNAUTHENTICATED + 10)]
     nodes.join()
     assert len(nodes.next(1, protocol.Met).nodes) == 3
     for each in held:

@@ -60,7 +60,7 @@ WITH_TORCH = {
     *("launch/process/fresh_modules", "launch/spawn"),  # spawn only to raise the exceptions of mp.spawn
     # the next are the keeper's
     *("launch/multinode/elastic", "launch/multinode/elastic_state", "launch/multinode/rendezvous"),
-    *("launch/multinode/store_session",),
+    *("launch/multinode/keeper_session",),
 }
 """The modules of the launcher that import torch, in the processes that have it."""
 

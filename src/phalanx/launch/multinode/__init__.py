@@ -1,6 +1,8 @@
-"""The nodes of a run: how they meet, find each other alive, and carry messages for the watchdogs.
+"""The nodes of a run: how they meet, notice that one is lost, and carry messages for the watchdogs.
 
-This file has a run on one node, which needs none of the others, and the choice between it and `peers.Peers`.
+`SingleNode` here and `Peers` (peers.py) are what an agent knows of the nodes of its run. Behind `Peers` the agent's
+keeper has a session (keeper_session.py) with the other nodes: protocol.py has the messages, links.py the connections,
+hub.py their two ends, rendezvous.py and elastic.py the ways to meet. One node imports none of these.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.launch.spec.network import Route
 
 Loop = Callable[[Callable[[], bool]], None]
-"""Runs the agent's event loop until something is true."""
+"""Runs the agent's event loop until a condition is true."""
 
 
 class RunOver(Exception):
@@ -36,7 +38,7 @@ class Note(Protocol):
 
 
 class Keeper(Protocol):
-    """What a node's keeper offers: the store of the ranks, or a channel to the session with other nodes."""
+    """A node's keeper: it serves the store of the ranks, or has the session with the other nodes."""
 
     @property
     def keeper(self) -> Channel: ...
@@ -55,7 +57,7 @@ def new_peers(
     show: Callable[[str], bool],
     note: Note,
 ) -> SingleNode | Peers:
-    """``route``: to the other nodes, if any; ``show`` shows a line for a moment, and returns whether anybody saw it."""
+    """``route``: to the other nodes, if any; ``show`` shows a line for a moment, and returns True on a terminal."""
     if route is None:
         return SingleNode(keeper, spec.nproc_per_node)
     from phalanx.launch.multinode.peers import Peers
@@ -81,36 +83,36 @@ class SingleNode:
         return attempt
 
     def introduction(self) -> str | None:
-        """Who takes part, when that is news."""
+        """Returns the ranks and nodes of the run in a line; None for one node."""
         return None
 
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
-        """Where the workers of this attempt meet."""
+        """Begins an attempt. Returns the address of the workers' store."""
         self._keeper.fresh_store()
         assert self._keeper.address is not None
         return self._keeper.address
 
     def places(self) -> list[Placement]:
-        """The ranks of this node."""
+        """Returns the ranks of this node."""
         return self._placements
 
     def tell_stop(self, why: str, *, for_good: bool) -> None:
-        """The ranks of this node are being stopped; ``for_good``: there is to be no other attempt."""
+        """Stops the other nodes, too; with ``for_good`` there is no other attempt."""
 
     def settle(self, endings: list[Ending], loop: Loop) -> list[Ending]:
-        """How the ranks of all nodes ended."""
+        """Returns the ends of the ranks of all nodes."""
         return endings
 
     def loss(self) -> str:
-        """The nodes that are gone, in a sentence."""
+        """Returns a sentence about the nodes that are lost."""
         return ""
 
     def log_of(self, ending: Ending) -> str | None:
-        """The run directory with a rank's log, when it is on another node."""
+        """Returns the run directory with a rank's log if it is on another node."""
         return None
 
     def told_as(self, directory: str) -> str:
-        """A directory of this node, as it is named on the consoles of all nodes."""
+        """Returns the name of a directory of this node on the consoles of all nodes."""
         return directory
 
     def close(self, exit_code: int | None) -> None:

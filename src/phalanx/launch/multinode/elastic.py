@@ -1,8 +1,8 @@
-"""Nodes that come and go: torch's own dynamic rendezvous decides, round by round, who takes part.
+"""Nodes that come and go: torch's own dynamic rendezvous decides, round by round, which nodes take part.
 
-What is added to it: who does not belong here is told at once and why, a count while nodes wait, and the end of a run
-for those that came too late. Agents of torchrun speak another language afterwards (how ranks are agreed, how a fault
-is told), so phalanx keeps a key of its own in the store, and says so when it sees theirs.
+Added to it: a node that does not fit is rejected at once with the reason, nodes are counted while they wait, and late
+nodes learn that the run has ended. Agents of torchrun have another protocol after the rendezvous, so phalanx has a key
+of its own in the store, and reports theirs when it finds one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from phalanx import messages, secret
 from phalanx.errors import JoinError
@@ -27,15 +38,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 KEEP_ALIVE = 2
-"""Seconds between signs of life to torch's rendezvous; five missing ones, and a node is out."""
-_MISSING = 5
+"""Seconds between heartbeats to torch's rendezvous; after five missing ones a node is out."""
+_MOST_MISSING = 5
 _COUNT_EVERY = 1.0
-_OUTCOME_COMES = 3.0
+_OUTCOME_TIMEOUT = 3.0
 _STORE = "the store where the nodes meet"
 
 
 class ElasticRendezvous:
-    """One node's part in it."""
+    """One node's part in torch's dynamic rendezvous."""
 
     def __init__(
         self,
@@ -45,13 +56,9 @@ class ElasticRendezvous:
         waiting: Callable[[int, int, bool], None],
         outcome: SimpleQueue[int],
     ) -> None:
-        """``waiting`` hears how many have come, for how long, and whether the run is under way without this node;
-        ``outcome`` gets the exit code of a run that has ended without it."""
-        from torch.distributed.elastic.rendezvous import RendezvousParameters
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-
-        # It would open a store for the workers on every network of this machine; ours listens on the chosen one.
+        """``waiting`` gets the number of nodes, the seconds, and whether the run is under way without this node;
+        ``outcome`` has the exit code of a run that ended without it."""
+        # torch would open a store for the workers on every network of this machine; ours listens on the chosen one.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # errors reach us as exceptions
         missing = why_not_elastic()
@@ -70,25 +77,17 @@ class ElasticRendezvous:
             join_timeout=max(1, round(terms.timeout)),
             last_call_timeout=round(terms.last_call),
             keep_alive_interval=KEEP_ALIVE,
-            keep_alive_max_attempt=_MISSING,
+            keep_alive_max_attempt=_MOST_MISSING,
         )
-        self._handler = create_handler(store, cast(Any, self._backend), settings)
+        self._handler = create_handler(store, self._backend, settings)
 
     def next_round(self) -> tuple[str, int, int]:
-        """Waits until enough nodes are there: the round's name, the number of this node, and how many there are."""
-        from torch.distributed.elastic.rendezvous import (
-            RendezvousClosedError,
-            RendezvousError,
-            RendezvousGracefulExitError,
-            RendezvousStateError,
-            RendezvousTimeoutError,
-        )
-
+        """Waits for enough nodes. Returns the round's name, the number of this node, and the number of nodes."""
         with self._counting():
             try:
                 found = self._handler.next_rendezvous()
             except RendezvousTimeoutError:
-                raise JoinError(self._who_came()) from None
+                raise JoinError(self._missing_text()) from None
             except (RendezvousClosedError, RendezvousGracefulExitError):
                 raise self._why_closed() from None
             except RendezvousStateError as error:  # the store holds what no agent of ours has written
@@ -103,7 +102,7 @@ class ElasticRendezvous:
         return f"round/{name}", found.rank, found.world_size
 
     def close(self) -> None:
-        """The run is over, for late nodes too; their links say how."""
+        """Ends the rendezvous; late nodes get the outcome over their connections."""
         self._handler.shutdown()
 
     # ---- while nodes wait
@@ -119,10 +118,8 @@ class ElasticRendezvous:
             done.set()
 
     def _count(self, done: threading.Event) -> None:
-        from torch.distributed.elastic.rendezvous import RendezvousError
-
         started = time.monotonic()
-        with contextlib.suppress(RuntimeError, RendezvousError):  # the store is gone; next_round is about to say so
+        with contextlib.suppress(RuntimeError, RendezvousError):  # the store is gone; next_round is about to raise it
             while not done.is_set():
                 if self._sees_torchrun():
                     self._handler.set_closed()
@@ -131,7 +128,7 @@ class ElasticRendezvous:
                     self._waiting(len(state.participants), round(time.monotonic() - started), bool(state.complete))
                 done.wait(_COUNT_EVERY)
 
-    def _who_came(self) -> str:
+    def _missing_text(self) -> str:
         state = self._backend.read()
         came = sorted(node.addr for node in state.participants if node.addr != self._own.address) if state else []
         fewest = self._terms.fewest
@@ -140,14 +137,14 @@ class ElasticRendezvous:
         return f"{text}{others}; start the same command on the others, or wait longer with --rdzv-timeout."
 
     def _sees_torchrun(self) -> bool:
-        """Everybody can write that key, and with a secret no agent of torchrun takes part anyway."""
+        """Without a secret only: anybody can write that key, and no agent of torchrun knows the secret."""
         return secret.text() is None and self._store.check([f"torch.rendezvous.{self._own.run_id}"])
 
     def _why_closed(self) -> Exception:
         if self._sees_torchrun():
             return JoinError(_TORCHRUN.format(self._own.run_id))
         try:
-            return RunOver(self._outcome.get(timeout=_OUTCOME_COMES))
+            return RunOver(self._outcome.get(timeout=_OUTCOME_TIMEOUT))
         except Empty:
             return RuntimeError("the rendezvous was closed without a reason")
 

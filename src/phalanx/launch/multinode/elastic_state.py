@@ -1,7 +1,7 @@
-"""The state of torch's dynamic rendezvous, as it stands in the store: a sealed record, and never a pickle.
+"""The state of torch's dynamic rendezvous in the store: a sealed record, and never a pickle.
 
-torch's own backend writes a pickle there and unpickles what it finds, which is whatever somebody else has put there.
-Between torch and the store this translates both ways: what is unpickled was pickled in this process.
+torch's own backend unpickles what it finds in the store, where anybody may write. This one translates in both
+directions: what torch unpickles was pickled in this process.
 """
 
 from __future__ import annotations
@@ -9,19 +9,22 @@ from __future__ import annotations
 import pickle
 import threading
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from phalanx import messages
 from phalanx.errors import ForeignData
 from phalanx.messages import Count, Name, Pid, Rank, Record
 from phalanx.torch_compat.c10d import ELASTIC_NODE, ELASTIC_STATE
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
-
 _STORE = "the store where the nodes meet"
-_NUMBER = 16
+_DIGITS = 16
 """Digits of the number of a state, before its seal."""
+_TorchState = Any
+"""torch's _RendezvousState, and below it _NodeDesc; both are private."""
+_TorchNode = Any
 
 
 class _Node(Record, frozen=True):
@@ -31,7 +34,7 @@ class _Node(Record, frozen=True):
 
 
 class _State(Record, frozen=True):
-    """torch's _RendezvousState; moments are in ISO format."""
+    """The fields of torch's _RendezvousState; times are in ISO format."""
 
     round: Count
     complete: bool
@@ -43,44 +46,42 @@ class _State(Record, frozen=True):
     last_heartbeats: tuple[tuple[_Node, Name], ...]
 
 
-class SealedBackend:
-    """A RendezvousBackend around torch's. Each state has a higher number than the one it replaces."""
+class SealedBackend(RendezvousBackend):
+    """Seals the states of torch's own backend. Each has a higher number than the one that it replaces."""
 
     def __init__(self, backend: RendezvousBackend, key: str) -> None:
         self._backend, self._key = backend, key
         self._last = 0
         self._lock = threading.Lock()
-        """torch's threads would otherwise see each other's states in the wrong order."""
+        """Without it torch's threads could see each other's states in the wrong order."""
 
     @property
     def name(self) -> str:
         return self._backend.name
 
-    def get_state(self) -> tuple[bytes, Any] | None:
+    def get_state(self) -> tuple[bytes, object] | None:
         with self._lock:
             found = self._backend.get_state()
             return None if found is None else (pickle.dumps(self._open(found[0])), found[1])
 
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+    def set_state(self, state: bytes, token: object = None) -> tuple[bytes, object, bool] | None:
         with self._lock:
             payload, number = _encode(pickle.loads(state)), self._last + 1
-            sealed = f"{number:0{_NUMBER}d}".encode() + messages.seal(self._key, number, payload)
+            sealed = f"{number:0{_DIGITS}d}".encode() + messages.seal(self._key, number, payload)
             found = self._backend.set_state(sealed, token)
             return None if found is None else (pickle.dumps(self._open(found[0])), found[1], found[2])
 
-    def read(self) -> Any:
-        """torch's _RendezvousState; None when there is none."""
+    def read(self) -> _TorchState | None:
+        """Returns the state without changing it; None if there is none."""
         with self._lock:
             found = self._backend.get_state()
             return None if found is None else self._open(found[0])
 
-    def _open(self, data: bytes) -> Any:
-        """Refuses what was not written by this run, and what is older than what has been seen."""
-        from torch.distributed.elastic.rendezvous import RendezvousStateError
-
+    def _open(self, data: bytes) -> _TorchState:
+        """Rejects a state that was not written by this run, or is older than one that was seen before."""
         try:
-            number = int(data[:_NUMBER])
-            payload = messages.open_sealed(self._key, number, data[_NUMBER:], _STORE)
+            number = int(data[:_DIGITS])
+            payload = messages.open_sealed(self._key, number, data[_DIGITS:], _STORE)
             if number < self._last:
                 raise ValueError(f"{_STORE} holds a state of the rendezvous that was replaced before.")
             state = _decode(payload)
@@ -93,7 +94,7 @@ class SealedBackend:
         return state
 
 
-def _encode(state: Any) -> bytes:
+def _encode(state: _TorchState) -> bytes:
     content = _State(
         round=state.round,
         complete=state.complete,
@@ -107,19 +108,17 @@ def _encode(state: Any) -> bytes:
     return messages.encode(content)
 
 
-def _node(found: Any) -> _Node:
+def _node(found: _TorchNode) -> _Node:
     return _Node(found.addr, found.pid, found.local_id)
 
 
-def _decode(data: bytes) -> Any:
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    def node(found: _Node) -> Any:
+def _decode(data: bytes) -> _TorchState:
+    def node(found: _Node) -> _TorchNode:
         return ELASTIC_NODE.get()(found.addr, found.pid, found.local_id)
 
     def moment(text: str) -> datetime:
         found = datetime.fromisoformat(text)
-        # torch compares it with its own, which have a zone in newer versions; with the other kind that fails.
+        # torch compares it with its own times, which have a zone in newer versions; to mix both kinds is an error.
         if (found.tzinfo is not None) != hasattr(dynamic_rendezvous, "timezone"):
             raise ValueError(f"{text!r} where a moment belongs")
         return found

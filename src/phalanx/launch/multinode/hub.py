@@ -1,4 +1,7 @@
-"""The serving node's end of all connections: who signs in, who lives, and what each tells the others."""
+"""The two ends of the connections between nodes: the `Hub` of the node that serves the store, a `Spoke` on each other.
+
+The hub signs nodes in, relays their messages, and notices which node is lost.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,29 @@ import socket
 import time
 
 from phalanx.launch.multinode import protocol
-from phalanx.launch.multinode.links import _AGENT_ENDED, _MOST_UNAUTHENTICATED, Connection, Loop, Tell
+from phalanx.launch.multinode.links import SILENCE, Connection, LinkThread, Receiver, ServerLost
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, Post
 
+_MOST_UNAUTHENTICATED = 64
+"""Connections that have not proved to know the secret; the oldest is closed for a new one."""
+_AGENT_ENDED = "its agent has ended or was killed"
 
-class Hub(Loop):
-    """It takes in every node that knows the secret, and numbers none: that is for the user, or torch's rendezvous."""
 
-    def __init__(self, listener: socket.socket, own: NodeInfo, is_elastic: bool, tell: Tell) -> None:
-        """``is_elastic``: a node that does not fit is sent away; otherwise the run cannot begin."""
-        super().__init__(tell)
+class Hub(LinkThread):
+    """The connections of the serving node. It accepts every node that knows the secret, and gives no node a number."""
+
+    def __init__(self, listener: socket.socket, own: NodeInfo, is_elastic: bool, receiver: Receiver) -> None:
+        """``is_elastic``: a node that does not fit is rejected; otherwise the run cannot begin."""
+        super().__init__(receiver)
         listener.setblocking(False)
         self._listener, self._own, self._is_elastic = listener, own, is_elastic
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._signed: dict[str, dict[int, tuple[NodeInfo, Connection | None]]] = {}
-        """By round and node; without a connection: this one."""
+        """The nodes of each round that have signed in; this node has no connection."""
         self._members: dict[int, Connection | None] = {}
         self._lost: set[int] = set()
         self.rejected: set[str] = set()
-        """Addresses that have not proved to know the secret."""
+        """Addresses of connections that did not prove to know the secret."""
         self._thread.start()
 
     @property
@@ -36,16 +43,16 @@ class Hub(Loop):
     # ---- from other threads
 
     def sign_in(self, name: str, info: NodeInfo) -> None:
-        """This node takes part in a round."""
+        """Signs this node in to a round."""
         self._own = info
         self._call(lambda: self._sign_in(protocol.SignIn(name, info), None))
 
     def give_up(self, name: str, seconds: float) -> None:
-        """Whoever has not signed in by now is missing."""
+        """Ends a round: nodes that have not signed in by now are missing."""
         self._call(lambda: self._give_up(name, seconds))
 
     def post(self, post: Post) -> None:
-        """Tells all nodes of the round."""
+        """Sends it to all nodes of the round."""
         self._call(lambda: self._relay(self._own.node, post))
 
     # ---- on the thread
@@ -70,7 +77,7 @@ class Hub(Loop):
             case protocol.Leaving():
                 self._drop(connection, _AGENT_ENDED)
             case _:
-                pass  # a sign of life
+                pass  # a heartbeat
 
     def _greet(self, connection: Connection, info: NodeInfo) -> None:
         problem = protocol.disagreement(info, self._own)
@@ -81,7 +88,7 @@ class Hub(Loop):
         if not self._is_elastic:
             for other in self._connections:
                 other.send(protocol.Refused(problem))
-            self._tell(protocol.Refused(problem))
+            self._deliver(protocol.Refused(problem))
 
     def _sign_in(self, message: protocol.SignIn, connection: Connection | None) -> None:
         signed, info = self._signed.setdefault(message.round, {}), message.info
@@ -119,7 +126,7 @@ class Hub(Loop):
             self._send(one, protocol.Missing(name, text + self.secret_hint()))
 
     def secret_hint(self) -> str:
-        """What to add to an error when nodes are missing."""
+        """Returns what to add to an error when nodes are missing."""
         if not self.rejected:
             return ""
         return (
@@ -136,7 +143,7 @@ class Hub(Loop):
 
     def _send(self, connection: Connection | None, message: LinkMessage) -> None:
         if connection is None:
-            self._tell(message)
+            self._deliver(message)
         elif connection in self._connections:
             connection.send(message)
 
@@ -153,7 +160,7 @@ class Hub(Loop):
                 self._send(one, protocol.NodeLost(node, text))
 
     def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
-        """A node that serves stays until the others have gone, if the run has ended."""
+        """After the end of a run the serving node stays until the others have left."""
         self._selector.unregister(self._listener)
         self._listener.close()
         members = set(map(id, self._members.values()))
@@ -163,3 +170,42 @@ class Hub(Loop):
             elif exit_code is not None and id(connection) not in members:
                 connection.send(protocol.Over(exit_code))
         self._leave_by = deadline if exit_code is not None else min(deadline, time.monotonic() + 0.5)
+
+
+class Spoke(LinkThread):
+    """The connection of any other node to the serving one."""
+
+    def __init__(self, sock: socket.socket, own: NodeInfo, receiver: Receiver) -> None:
+        super().__init__(receiver)
+        self._hub = Connection(sock, is_hub=False)
+        self._add(self._hub)
+        self._hub.send(protocol.Hello(own))
+        self._thread.start()
+
+    def sign_in(self, name: str, info: NodeInfo) -> None:
+        self._call(lambda: self._hub.send(protocol.SignIn(name, info)))
+
+    def give_up(self, name: str, seconds: float) -> None:
+        """The serving node reports which nodes are missing."""
+
+    def secret_hint(self) -> str:
+        return ""
+
+    def post(self, post: Post) -> None:
+        self._call(lambda: self._hub.send(post))
+
+    def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
+        self._hub.send(protocol.Leaving())
+        self._leave_by = deadline
+
+    def _may_end(self) -> bool:
+        return super()._may_end() or (self._leave_by is not None and self._hub.has_sent_all)
+
+    def _handle(self, connection: Connection, message: LinkMessage) -> None:
+        if not isinstance(message, protocol.Beat):
+            self._deliver(message)
+
+    def _has_lost(self, connection: Connection, text: str, is_foreign: bool) -> None:
+        silent = "no sign of life" in text
+        why = f"has not answered for {SILENCE:g} s" if silent else f"does not answer any more ({text})"
+        self._deliver(ServerLost(f"its store {why}"))

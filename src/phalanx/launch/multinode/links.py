@@ -1,8 +1,8 @@
-"""Sealed connections between the keepers of all nodes: a hub on the node that serves the store, a spoke on each other.
+"""Sealed connections between the keepers of all nodes, and the thread that runs them on one node.
 
-The store is open to everybody who reaches its port, so it only says where the hub listens. All that the nodes tell each
-other goes over these connections. Each begins with a nonce of both sides, and every message is sealed for this
-connection, direction and position: who does not know the run's secret can neither speak nor repeat what was said.
+The store is open to everybody who reaches its port, so it only holds the hub's address. All other messages between
+nodes use these connections. Each begins with a nonce of both sides, and every message is sealed for this connection,
+direction and position: without the run's secret, messages can be neither forged nor replayed.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ from typing import NamedTuple
 from phalanx import messages
 from phalanx.errors import ForeignData
 from phalanx.launch.multinode import protocol
-from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, Post
+from phalanx.launch.multinode.protocol import LinkMessage
 
 SILENCE = 10.0
-"""Seconds without a sign of life after which a node counts as lost. A link may be away for a shorter time."""
+"""Seconds without a heartbeat after which a node counts as lost. A shorter interruption does no harm."""
 BEAT = 1.0
-_SLEPT = 3 * BEAT
-"""After such a pause it was this process that stood still, not the others."""
-_MOST_UNAUTHENTICATED = 64
-"""Connections that have not proved to know the secret; the oldest makes way."""
+_SUSPENDED = 3 * BEAT
+"""Seconds between two turns of the loop after which it was this process that stood still, not the others."""
 _LARGEST_HELLO = 1 << 16
 _GREETING = b"phalanx link 1\n"
 _NONCE_BYTES = 16
 _SIZE = struct.Struct("!I")
-_AGENT_ENDED = "its agent has ended or was killed"
 
 
-class Cut(NamedTuple):
-    """The connection to the serving node is gone."""
+class ServerLost(NamedTuple):
+    """The connection to the serving node is lost."""
 
     text: str
 
 
-Tell = Callable[[LinkMessage | protocol.Ignored | Cut], None]
+Receiver = Callable[[LinkMessage | protocol.Ignored | ServerLost], None]
+"""Gets what arrives on the connections, on their thread."""
+
+
+def listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
 
 
 class Connection:
@@ -55,7 +58,7 @@ class Connection:
         self._socket, self._is_hub = sock, is_hub
         self.address: str = sock.getpeername()[0]
         self.is_known = False
-        """It has sent a message with a right seal."""
+        """It has sent a message with a valid seal."""
         self.node: int | None = None
         """Its number in the round."""
         self.heard_at = time.monotonic()
@@ -87,7 +90,7 @@ class Connection:
         return f"link/{self._session}/{'down' if from_hub else 'up'}"
 
     def flush(self) -> None:
-        """Sends what can be sent now."""
+        """Sends what the socket takes now."""
         with contextlib.suppress(BlockingIOError):
             while self._out:
                 del self._out[: self._socket.send(self._out)]
@@ -97,7 +100,7 @@ class Connection:
         return not self._out and not self._unsealed
 
     def receive(self) -> Iterator[LinkMessage]:
-        """What has come. Raises OSError at its end, and ForeignData when it comes from no process of this run."""
+        """Yields the messages that have arrived. Raises OSError at the end, ForeignData for another sender's data."""
         try:
             data = self._socket.recv(1 << 20)
         except BlockingIOError:
@@ -119,7 +122,7 @@ class Connection:
             yield self._open(sealed)
 
     def _greet(self) -> bool:
-        """Both nonces make the name of this connection; whether the other one is there."""
+        """Returns True once the other nonce is there; both together identify this connection."""
         length = len(_GREETING) + _NONCE_BYTES
         if not _GREETING.startswith(self._in[: len(_GREETING)]):
             raise ForeignData(f"{self.address} is no node of a run.")
@@ -139,12 +142,11 @@ class Connection:
         return messages.decode(payload, LinkMessage, f"node {self.address}")
 
 
-class Loop:
-    """The thread of a node's connections. Other threads hand it functions to call."""
+class LinkThread:
+    """The thread that runs a node's connections. Other threads give it functions to call."""
 
-    def __init__(self, tell: Tell) -> None:
-        """``tell`` is called on the thread."""
-        self._tell = tell
+    def __init__(self, receiver: Receiver) -> None:
+        self._deliver = receiver
         self._selector = selectors.DefaultSelector()
         self._connections: list[Connection] = []
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -157,7 +159,7 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="node-links", daemon=True)
 
     def leave(self, exit_code: int | None, seconds: float) -> None:
-        """The last call: returns when the others have heard it, or after this time."""
+        """Ends the thread once the other nodes know, or after ``seconds``."""
         self._call(lambda: self._begin_leaving(exit_code, time.monotonic() + seconds))
         self._thread.join(seconds + BEAT)
 
@@ -166,7 +168,7 @@ class Loop:
 
     def _call(self, function: Callable[[], None]) -> None:
         self._calls.put(function)
-        with contextlib.suppress(OSError):  # it has been woken often enough, or has ended
+        with contextlib.suppress(OSError):  # its buffer is full of wake-ups, or it has ended
             self._wake.send(b"\0")
 
     def _run_calls(self) -> None:
@@ -192,7 +194,7 @@ class Loop:
         return self._leave_by is not None and (time.monotonic() >= self._leave_by or not self._connections)
 
     def _turn(self, now: float) -> None:
-        if now - self._turned_at > _SLEPT:
+        if now - self._turned_at > _SUSPENDED:
             for connection in self._connections:
                 connection.heard_at = now
         self._turned_at = now
@@ -224,7 +226,7 @@ class Loop:
         except OSError:
             self._drop(connection, "its connection has ended")
         except ForeignData as error:
-            self._tell(protocol.Ignored(f"a message from {connection.address} is ignored: {error}"))
+            self._deliver(protocol.Ignored(f"a message from {connection.address} is ignored: {error}"))
             self._drop(connection, "its messages are not sealed as this run's", is_foreign=True)
 
     def _drop(self, connection: Connection, text: str, *, is_foreign: bool = False) -> None:
@@ -239,42 +241,3 @@ class Loop:
 
     def _has_lost(self, connection: Connection, text: str, is_foreign: bool) -> None:
         raise NotImplementedError
-
-
-class Spoke(Loop):
-    """The connection of a node to the serving one."""
-
-    def __init__(self, sock: socket.socket, own: NodeInfo, tell: Tell) -> None:
-        super().__init__(tell)
-        self._hub = Connection(sock, is_hub=False)
-        self._add(self._hub)
-        self._hub.send(protocol.Hello(own))
-        self._thread.start()
-
-    def sign_in(self, name: str, info: NodeInfo) -> None:
-        self._call(lambda: self._hub.send(protocol.SignIn(name, info)))
-
-    def give_up(self, name: str, seconds: float) -> None:
-        """The serving node says who is missing."""
-
-    def secret_hint(self) -> str:
-        return ""
-
-    def post(self, post: Post) -> None:
-        self._call(lambda: self._hub.send(post))
-
-    def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
-        self._hub.send(protocol.Leaving())
-        self._leave_by = deadline
-
-    def _may_end(self) -> bool:
-        return super()._may_end() or (self._leave_by is not None and self._hub.has_sent_all)
-
-    def _handle(self, connection: Connection, message: LinkMessage) -> None:
-        if not isinstance(message, protocol.Beat):
-            self._tell(message)
-
-    def _has_lost(self, connection: Connection, text: str, is_foreign: bool) -> None:
-        silent = "no sign of life" in text
-        why = f"has not answered for {SILENCE:g} s" if silent else f"does not answer any more ({text})"
-        self._tell(Cut(f"its store {why}"))

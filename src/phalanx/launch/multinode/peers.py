@@ -1,10 +1,12 @@
-"""The other nodes, as the agent sees them: it orders, the keeper's session carries out and reports."""
+"""The agent's side of a run on several nodes: it sends orders to its keeper, whose session executes and reports."""
 
 from __future__ import annotations
 
 import selectors
 import socket
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -24,8 +26,20 @@ _KEEPER_GONE = "the process that communicates with the other nodes has ended; al
 _TRUSTED = "the nodes share no secret, so everybody on their network is trusted; --secret-file gives them one"
 
 
+@dataclass
+class _Attempt:
+    """The messages about one attempt, which may arrive before this node begins it."""
+
+    master: tuple[str, int] | None = None
+    stop: protocol.Stop | None = None
+    """The first one of another node, unless this node was the first."""
+    has_stopped: bool = False
+    """This node has stopped the others."""
+    endings: dict[int, tuple[Ending, ...]] = field(default_factory=dict)
+
+
 class Peers:
-    """A run on several nodes."""
+    """The nodes of a run, as the agent of one of them sees them. `SingleNode` is the same for a run on one node."""
 
     def __init__(
         self,
@@ -58,19 +72,15 @@ class Peers:
         self._is_elastic = spec.rdzv_backend == "c10d"
         self._nodes: tuple[NodeInfo, ...] | None = None
         self._attempt = self._agreed = 0
-        self._said_waiting = ""
+        self._printed_waiting = ""
         self._ignored: set[str] = set()
-        self._is_last = False
-        self._master: tuple[str, int] | None = None
-        self._settled: list[Ending] | None = None
+        self._attempts: defaultdict[int, _Attempt] = defaultdict(_Attempt)
+        self._now = _Attempt(has_stopped=True)  # nothing has begun that could be stopped
         self.exchange = Exchange()
-        """What the watchdogs of the nodes tell each other."""
-        self._has_stopped = True  # nothing has begun that could be stopped
-        self.stop_reason: str | None = None
-        """Why another node wants this node's ranks to be stopped."""
+        """The messages between the watchdogs of the nodes."""
         self.lost: dict[int, str] = {}
-        """Nodes that are gone, and how that was noticed."""
-        selector.register(self._channel, selectors.EVENT_READ, self._hear)
+        """Nodes that are lost, and how that was noticed."""
+        selector.register(self._channel, selectors.EVENT_READ, self._receive)
         if secret.text() is None:
             say(_TRUSTED)
 
@@ -79,12 +89,18 @@ class Peers:
         return f"node {self._own.node} (host {self._own.host})"
 
     @property
+    def stop_reason(self) -> str | None:
+        """The reason for which another node stops the ranks of this one."""
+        return self._now.stop.why if self._now.stop is not None else None
+
+    @property
     def can_go_on(self) -> bool:
-        """Whether another attempt makes sense. Nodes with fixed numbers need all of them for it."""
-        return not self._is_last and not self._is_cut_off and (self._is_elastic or not self.lost)
+        """Another attempt is possible. With a fixed number of nodes it needs all of them."""
+        is_last = self._now.stop is not None and self._now.stop.for_good
+        return not is_last and not self._is_cut_off and (self._is_elastic or not self.lost)
 
     def meet(self, attempt: int, loop: Loop) -> int:
-        """Meets the other nodes; returns the number of the attempt that they are about to begin."""
+        """Joins the other nodes. Returns the number of the attempt that they are about to begin."""
         if self._nodes is not None and not self._is_elastic:
             return attempt
         self._nodes = None
@@ -105,14 +121,16 @@ class Peers:
         return f"{ranks} on {nodes} ({share}); this is node {self._own.node}"
 
     def begin(self, attempt: int, loop: Loop) -> tuple[str, int] | None:
-        """Where the workers meet; None when a node was lost before all knew it."""
+        """Returns the address of the workers' store; None if a node was lost before all knew it."""
         assert self._nodes is not None, "the nodes have met"
-        self._attempt = attempt
-        self._master, self._settled, self._has_stopped, self.stop_reason = None, None, False, None
+        for over in [number for number in self._attempts if number < attempt]:
+            del self._attempts[over]
+        self._attempt, self._now = attempt, self._attempts[attempt]
         self.exchange = Exchange(self._own.node, self._server, range(len(self._nodes)), self.lost, self._publish)
-        self._send(protocol.BeginAttempt(attempt))
-        loop(lambda: self._master is not None or bool(self.lost))
-        return self._master
+        if self._own.node == 0:
+            self._send(protocol.OpenMaster(attempt))
+        loop(lambda: self._now.master is not None or bool(self.lost))
+        return self._now.master
 
     def places(self) -> list[Placement]:
         assert self._nodes is not None, "the nodes have met"
@@ -120,16 +138,22 @@ class Peers:
         return [place for place in everyone if place.node == self._own.node]
 
     def tell_stop(self, why: str, *, for_good: bool) -> None:
-        if not self._has_stopped and not self._is_cut_off:
-            self._has_stopped = True
+        if not self._now.has_stopped and not self._is_cut_off:
+            self._now.has_stopped = True
             self._send(protocol.Stop(self._attempt, why, for_good))
 
     def settle(self, endings: list[Ending], loop: Loop) -> list[Ending]:
         if self._is_cut_off:
             return endings
+        known, nodes = self._now.endings, len(self._nodes or ())
+        known[self._own.node] = tuple(endings)
         self._send(protocol.Endings(self._attempt, tuple(endings)))
-        loop(lambda: self._settled is not None or self._is_cut_off)
-        return self._settled if self._settled is not None else endings
+
+        def is_settled() -> bool:
+            return len(known.keys() | self.lost.keys()) >= nodes
+
+        loop(lambda: is_settled() or self._is_cut_off)
+        return [ending for _, found in sorted(known.items()) for ending in found] if is_settled() else endings
 
     def log_of(self, ending: Ending) -> str | None:
         if self._nodes is None or ending.host == self._own.host:
@@ -144,23 +168,23 @@ class Peers:
         return "; ".join(f"{self._nodes[node]} is lost: {text}" for node, text in sorted(self.lost.items()))
 
     def close(self, exit_code: int | None) -> None:
-        """Returns when the keeper has done its last duties, which takes some seconds at most.
+        """Leaves the run and waits for the keeper's session to end, some seconds at most.
 
         Without an exit code, this node leaves a run that has not ended.
         """
-        protocol.send(self._channel, protocol.Leave(exit_code))
+        self._channel.send(protocol.Leave(exit_code))
         while (event := protocol.receive_event(self._channel)) is not None:
             if isinstance(event, protocol.Goodbye):
                 return
 
     @property
     def _server(self) -> int:
-        """The node that has the store."""
+        """The number of the node that serves the store."""
         return next((info.node for info in self._nodes or () if info.serves), 0)
 
     @property
     def _is_cut_off(self) -> bool:
-        """Without the node that has the store nobody hears anything."""
+        """The serving node is lost, so no message arrives any more."""
         return self._server in self.lost
 
     def _publish(self, topic: Topic, body: bytes, to_all: bool) -> None:
@@ -169,13 +193,13 @@ class Peers:
 
     def _send(self, order: protocol.Order) -> None:
         try:
-            protocol.send(self._channel, order)
+            self._channel.send(order)
         except OSError:
             raise LaunchError(_KEEPER_GONE) from None
 
-    # ---- what the keeper reports
+    # ---- events of the keeper
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         event = protocol.receive_event(self._channel)
         match event:
             case None:
@@ -185,7 +209,7 @@ class Peers:
             case protocol.Over(exit_code):
                 raise RunOver(exit_code)
             case protocol.Waiting():
-                self._say_waiting(event)
+                self._print_waiting(event)
             case protocol.Notice(text):
                 self._say(text)
             case protocol.Ignored(text):
@@ -193,40 +217,45 @@ class Peers:
             case protocol.Joined(node, nodes):
                 self._nodes, self._own = nodes, nodes[node]
                 self._agreed = max(info.attempt for info in nodes)
-            case _:
-                self._hear_of_attempt(event)
-
-    def _hear_of_attempt(self, event: protocol.Event) -> None:
-        match event:
-            case protocol.MasterAt(attempt, address, port) if attempt == self._attempt:
-                self._master = address, port
-            case protocol.Stop(attempt, why, for_good) if attempt == self._attempt:
-                self.stop_reason, self._is_last = why, for_good
-            case protocol.Relayed(node, protocol.Published(attempt, topic, body)) if attempt == self._attempt:
-                self._pass_on(node, topic, body)
+            case protocol.Met():
+                self._attempts.clear()
             case protocol.NodeLost(node, text):
-                self.lost[node] = text
-            case protocol.Settled(endings):
-                self._settled = list(endings)
-            case _:
-                pass  # about an attempt that is over
+                self.lost.setdefault(node, text)
+            case protocol.Relayed(node, post):
+                self._receive_post(node, post)
+            case protocol.Goodbye():
+                pass  # `close` waits for it
 
-    def _pass_on(self, node: int, topic: Topic, body: bytes) -> None:
+    def _receive_post(self, node: int, post: protocol.Post) -> None:
+        attempt = self._attempts[post.attempt]
+        match post:
+            case protocol.MasterAt(_, address, port) if node == 0:
+                attempt.master = address, port
+            case protocol.Stop() if attempt.stop is None and not attempt.has_stopped:
+                attempt.stop = post
+            case protocol.Endings(endings=endings):
+                attempt.endings[node] = endings
+            case protocol.Published(_, topic, body) if attempt is self._now:
+                self._deliver(node, topic, body)
+            case _:
+                pass  # not the first reason to stop, or about an attempt that is over
+
+    def _deliver(self, node: int, topic: Topic, body: bytes) -> None:
         receive = self.exchange.receivers.get(topic)
         if receive is not None:
             try:
                 receive(node, body)
-            except ForeignData as error:  # what explains a run is no reason to end it
+            except ForeignData as error:  # a watchdog's message is no reason to end a run
                 if str(error) not in self._ignored:
                     self._ignored.add(str(error))
                     self._note("ignored", text=str(error))
 
-    def _say_waiting(self, waiting: protocol.Waiting) -> None:
-        """On a terminal a line that counts the seconds; in a file one for each time that something has changed."""
+    def _print_waiting(self, waiting: protocol.Waiting) -> None:
+        """Updates one line on a terminal; in a file prints a line whenever something has changed."""
         text = self._waiting_text(waiting.count, waiting.under_way)
-        if not self._show(f"{text}, {waiting.waited} s") and text != self._said_waiting:
+        if not self._show(f"{text}, {waiting.waited} s") and text != self._printed_waiting:
             self._say(text)
-        self._said_waiting = text
+        self._printed_waiting = text
 
     def _waiting_text(self, count: int, under_way: bool) -> str:
         fewest, most = self._terms.fewest, self._terms.most

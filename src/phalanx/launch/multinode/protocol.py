@@ -1,7 +1,7 @@
 """The messages of a run on several nodes: between an agent and its keeper, and between the keepers of the nodes.
 
-An agent gives its keeper orders (`Order`) and hears events (`Event`). The keepers send each other `LinkMessage`s over
-sealed connections (links.py). What the watchdogs have to say travels in `Published` as bytes that only they read.
+An agent (peers.py) sends its keeper an `Order`, the keeper (keeper_session.py) sends back an `Event`. The keepers send
+each other a `LinkMessage` over sealed connections (links.py). `Published` carries bytes that only watchdogs decode.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class NodeInfo(Record, frozen=True):
     """One node, as it describes itself to the others."""
 
     node: Annotated[int, Meta(ge=-1, lt=1 << 20)]
-    """-1: it has not been given a number yet."""
+    """The node's number; -1 until it has one."""
     host: Name
     address: Name
     nproc: Annotated[int, Meta(ge=1, le=1 << 16)]
     nnodes: NodeCount
-    """How many there are in this round."""
+    """The number of nodes in this round."""
     asked: Name
     """The value of --nnodes: N or MIN:MAX."""
     max_restarts: Count
@@ -42,9 +42,9 @@ class NodeInfo(Record, frozen=True):
     directory: Text
     """Its run directory."""
     attempt: Count = 0
-    """The next one that it knows of. A node that comes late takes the number of the others."""
+    """The number of its next attempt. A node that joins late takes the number of the others."""
     serves: bool = False
-    """It has the store and the connections to all others: without this node nobody hears anything."""
+    """It serves the store and the connections to all others: without this node no message arrives."""
 
     def __str__(self) -> str:
         if self.node < 0:
@@ -62,7 +62,7 @@ _MUST_AGREE = {
 
 
 def disagreement(one: NodeInfo, other: NodeInfo) -> str | None:
-    """Why two nodes cannot be in one run; None when they can."""
+    """Returns why two nodes cannot be in one run; None if they can."""
     for name, (word, advice) in _MUST_AGREE.items():
         ours, theirs = getattr(one, name), getattr(other, name)
         if ours != theirs:
@@ -71,7 +71,7 @@ def disagreement(one: NodeInfo, other: NodeInfo) -> str | None:
 
 
 class Terms(Record, frozen=True):
-    """How many nodes to wait for, and how long."""
+    """The number of nodes to wait for, and the time."""
 
     fewest: NodeCount
     most: NodeCount
@@ -83,7 +83,7 @@ class Terms(Record, frozen=True):
 
 
 class MasterAt(Message, frozen=True):
-    """Where the workers of this attempt meet; from the first node."""
+    """The address of the workers' store in this attempt, from the first node."""
 
     attempt: Count
     address: Name
@@ -91,7 +91,7 @@ class MasterAt(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """All nodes end this attempt; ``for_good``: there is no other one. The first reason is the one that counts."""
+    """All nodes end this attempt; with ``for_good`` it is the last. The first reason counts."""
 
     attempt: Count
     why: Text
@@ -99,7 +99,7 @@ class Stop(Message, frozen=True):
 
 
 class Endings(Message, frozen=True):
-    """How the ranks of one node ended."""
+    """The ends of the ranks of one node."""
 
     attempt: Count
     endings: tuple[Ending, ...]
@@ -127,7 +127,7 @@ class Hello(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """The serving node takes this one in."""
+    """The serving node accepts this one."""
 
 
 class Refused(Message, frozen=True):
@@ -144,7 +144,7 @@ class SignIn(Message, frozen=True):
 
 
 class Arrived(Message, frozen=True):
-    """So many nodes have signed in."""
+    """The number of nodes that have signed in."""
 
     count: Count
 
@@ -157,21 +157,21 @@ class Met(Message, frozen=True):
 
 
 class Missing(Message, frozen=True):
-    """Not all nodes of the round have signed in in time."""
+    """Nodes of the round have not signed in in time."""
 
     round: Name
     text: Text
 
 
 class Relayed(Message, frozen=True):
-    """A post of one node, passed on by the serving node."""
+    """A post of one node, relayed by the serving node."""
 
     node: Rank
     post: Post
 
 
 class NodeLost(Message, frozen=True):
-    """A node is gone, and how that was noticed."""
+    """A node is lost; the text says how that was noticed."""
 
     node: Rank
     text: Text
@@ -188,7 +188,7 @@ class Over(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A sign of life."""
+    """A heartbeat."""
 
 
 LinkMessage = (
@@ -209,7 +209,9 @@ class Meet(Message, frozen=True):
     terms: Terms
 
 
-class BeginAttempt(Message, frozen=True):
+class OpenMaster(Message, frozen=True):
+    """Open the workers' store of this attempt; for the first node."""
+
     attempt: Count
 
 
@@ -219,14 +221,14 @@ class Leave(Message, frozen=True):
     exit_code: ExitCode | None
 
 
-Order = Meet | BeginAttempt | Stop | Endings | Published | Leave
+Order = Meet | OpenMaster | Stop | Endings | Published | Leave
 
 
 # ---- from the keeper to its agent
 
 
 class Waiting(Message, frozen=True):
-    """So many nodes are there. ``under_way``: the run continues without this one."""
+    """The number of nodes that are there. ``under_way``: the run continues without this one."""
 
     count: Count
     waited: Count
@@ -240,43 +242,32 @@ class Notice(Message, frozen=True):
 
 
 class Ignored(Message, frozen=True):
-    """A line for the event file: what was received does not come from this run."""
+    """A line for the event file about a message that is not of this run."""
 
     text: Text
 
 
 class Joined(Message, frozen=True):
-    """This node has met the others, and this is its number."""
+    """All nodes have met; ``node`` is the number of this one."""
 
     node: Rank
     nodes: tuple[NodeInfo, ...]
-
-
-class Settled(Message, frozen=True):
-    """How the ranks of all nodes ended."""
-
-    endings: tuple[Ending, ...]
 
 
 class Goodbye(Message, frozen=True):
     """The keeper's last event."""
 
 
-Event = Waiting | Notice | Ignored | Joined | Refused | Over | MasterAt | Stop | Relayed | NodeLost | Settled | Goodbye
-
-
-def send(channel: Channel, record: Order | Event) -> None:
-    """Raises OSError when the other side is gone."""
-    channel.send(record)
+Event = Waiting | Notice | Ignored | Met | Joined | Refused | Over | Relayed | NodeLost | Goodbye
 
 
 def receive_order(channel: Channel) -> Order:
-    """The agent's next order; the last one if the agent is gone."""
+    """Returns the agent's next order; `Leave` if the agent is gone."""
     received = channel.receive(Order)
     return Leave(None) if received is None else received[0]
 
 
 def receive_event(channel: Channel) -> Event | None:
-    """None when the keeper is gone."""
+    """Returns the keeper's next event; None if the keeper is gone."""
     received = channel.receive(Event)
     return None if received is None else received[0]

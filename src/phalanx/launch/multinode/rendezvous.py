@@ -1,6 +1,6 @@
-"""How a node finds the serving one and signs in: the store says where the hub listens, the rest goes over the link.
+"""How a node finds the serving node and signs in: the store holds the hub's address, the rest uses the connection.
 
-What stands in the store is believed by nobody: whoever answers there has to know the run's secret.
+Anybody may write to the store, so the address is only tried: the process behind it has to know the run's secret.
 """
 
 from __future__ import annotations
@@ -13,61 +13,61 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
-from phalanx import messages
 from phalanx.errors import ForeignData, JoinError
 from phalanx.launch.multinode import protocol
-from phalanx.launch.multinode.hub import Hub
-from phalanx.launch.multinode.links import Cut, Spoke, Tell
+from phalanx.launch.multinode.hub import Hub, Spoke
+from phalanx.launch.multinode.links import Receiver, ServerLost
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, NodesMissing
 from phalanx.messages import Name, Port, Record
+from phalanx.store.primitives import read, write
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STORE = "the store where the nodes meet"
 _HUB = "phalanx/hub"
 _ADVERTISE_EVERY = 0.1
 _READ_EVERY = 0.02
-_ANSWER = 5.0
-_TRY_AGAIN = 10.0
-_SLICE = 1.0
-_LEAVE_SECONDS = 5.0
+_ANSWER_TIMEOUT = 5.0
+_RETRY_AFTER = 10.0
+_NOTIFY_EVERY = 1.0
+_SERVER_MARGIN = 5.0
+"""Seconds beyond the timeout for the serving node to report the missing nodes."""
 
 
 class HubAddress(Record, frozen=True):
-    """Where the serving node's hub listens."""
+    """The address of the serving node's hub."""
 
     address: Name
     port: Port
 
 
 def advertise(store: Store, address: str, port: int, done: threading.Event) -> None:
-    """Writes it again and again: somebody may have overwritten it."""
+    """Writes the hub's address to the store, again and again: another process may have overwritten it."""
     with contextlib.suppress(RuntimeError):  # the store is gone, and the run with it
         while not done.is_set():
-            store.set(_HUB, messages.encode(HubAddress(address, port)).decode())
+            write(store, _HUB, HubAddress(address, port))
             done.wait(_ADVERTISE_EVERY)
 
 
 class Rendezvous:
-    """This node's way into the run. Answers about it come from the link's thread."""
+    """One node's entry into the run. The answers to it arrive on the connection's thread."""
 
-    def __init__(self, tell: Tell) -> None:
-        """``tell`` gets every message of the link that is no answer."""
-        self._tell = tell
+    def __init__(self, receiver: Receiver) -> None:
+        """``receiver`` gets every message that is no answer."""
+        self._deliver = receiver
         self._answers: SimpleQueue[LinkMessage | None] = SimpleQueue()
         self._arrived = 0
         self._is_in = False
         self.is_leaving = threading.Event()
-        """The agent does not want to wait any longer."""
+        """The agent stops waiting."""
         self.link: Hub | Spoke | None = None
 
     def serve(self, hub: Hub) -> None:
-        """This node serves, and need not be taken in."""
+        """This node serves, so no other has to accept it."""
         self.link, self._is_in = hub, True
 
-    def hear(self, message: LinkMessage | protocol.Ignored | Cut) -> None:
-        """What the link hears; called on its thread."""
+    def receive(self, message: LinkMessage | protocol.Ignored | ServerLost) -> None:
+        """Sorts out the answers; called on the connection's thread."""
         match message:
             case protocol.Welcome() | protocol.Refused() | protocol.Missing():
                 self._is_in = self._is_in or isinstance(message, protocol.Welcome)
@@ -75,17 +75,17 @@ class Rendezvous:
             case protocol.Arrived(count):
                 self._arrived = count
             case protocol.Met():
-                self._tell(message)
+                self._deliver(message)
                 self._answers.put(message)
             case protocol.Ignored() if not self._is_in:
-                pass  # whoever answered is not the serving node, which is said below
-            case Cut() if not self._is_in:
+                pass  # another process has answered; `connect` reports it
+            case ServerLost() if not self._is_in:
                 self._answers.put(None)
             case _:
-                self._tell(message)
+                self._deliver(message)
 
     def connect(self, store: Store, host: str, own: NodeInfo, timeout: float, notice: Callable[[str], None]) -> Spoke:
-        """Connects to the hub. Somebody may have overwritten its address, so others are tried until the time is up."""
+        """Connects to the hub. Its address may have been overwritten, so new ones are tried until the timeout."""
         deadline = time.monotonic() + timeout
         refused: dict[HubAddress, float] = {}
         why = f"{host} has not announced within {timeout:g} s where the nodes meet; another program may have that port"
@@ -97,22 +97,22 @@ class Rendezvous:
                     return found
                 if not refused:
                     notice(f"{found}; trying again")
-                why, refused[hub] = found, time.monotonic() + _TRY_AGAIN
+                why, refused[hub] = found, time.monotonic() + _RETRY_AFTER
             if now >= deadline:
                 raise JoinError(f"{why}.")
             self.is_leaving.wait(_READ_EVERY)
             self._check_leaving()
 
     def _try(self, hub: HubAddress, own: NodeInfo) -> Spoke | str:
-        """The connection, or why there is none."""
+        """Returns the connection, or why there is none."""
         try:
-            sock = socket.create_connection((hub.address, hub.port), _ANSWER)
+            sock = socket.create_connection((hub.address, hub.port), _ANSWER_TIMEOUT)
         except OSError as error:
             why = f"{hub.address}:{hub.port} cannot be reached ({error.strerror or 'no answer'})"
             return f"{why}; a firewall must let the nodes talk to each other on all ports"
         self._answers = SimpleQueue()
-        spoke = Spoke(sock, own, self.hear)
-        answer = self._answer(_ANSWER)
+        spoke = Spoke(sock, own, self.receive)
+        answer = self._answer(_ANSWER_TIMEOUT)
         if isinstance(answer, protocol.Welcome):
             self.link = spoke
             return spoke
@@ -137,12 +137,12 @@ class Rendezvous:
     def sign_in(
         self, name: str, info: NodeInfo, timeout: float, waiting: Callable[[int, int], None]
     ) -> tuple[NodeInfo, ...]:
-        """All nodes of the round. ``waiting`` hears, once a second, how many have signed in, and for how long."""
+        """Returns all nodes of the round. ``waiting`` gets, once a second, how many have signed in, and the seconds."""
         assert self.link is not None
         self._arrived, started, has_given_up = 1, time.monotonic(), False
         self.link.sign_in(name, info)
         while True:
-            match self._answer(_SLICE):
+            match self._answer(_NOTIFY_EVERY):
                 case protocol.Met(round=found, nodes=nodes) if found == name:
                     return nodes
                 case protocol.Missing(round=found, text=text) if found == name:
@@ -155,7 +155,7 @@ class Rendezvous:
             if waited >= timeout and not has_given_up:
                 has_given_up = True
                 self.link.give_up(name, timeout)
-            if waited >= timeout + _LEAVE_SECONDS:
+            if waited >= timeout + _SERVER_MARGIN:
                 raise NodesMissing(f"the serving node has not answered within {waited:.0f} s.")
 
 
@@ -163,6 +163,6 @@ def _hub_address(store: Store) -> HubAddress | None:
     if not store.check([_HUB]):
         return None
     try:
-        return messages.decode(store.get(_HUB), HubAddress, STORE)
+        return read(store, _HUB, HubAddress)
     except ForeignData:  # the serving node writes it again
         return None

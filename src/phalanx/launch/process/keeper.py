@@ -26,9 +26,9 @@ def serve(channel: Channel, listener: socket.socket | None, token: str, with_nod
     """Runs until the agent says goodbye or dies."""
     zygote = os.getppid()
     if with_nodes:
-        from phalanx.launch.multinode.store_session import StoreSession
+        from phalanx.launch.multinode.keeper_session import KeeperSession
 
-        StoreSession(channel, listener).serve()
+        KeeperSession(channel, listener).serve()
     else:
         assert listener is not None
         with contextlib.suppress(ForeignData):  # it is not our agent that writes there
