@@ -20,7 +20,7 @@ from phalanx.launch import dry_run
 from phalanx.launch import parse as launch_parse
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.agent_lines import AgentLines
-from phalanx.launch.remote import compatibility, forwarded_env, transports
+from phalanx.launch.remote import compatibility, transports
 from phalanx.launch.remote.host_connection import HostConnection
 from phalanx.launch.spec import hosts
 from phalanx.launch.spec.launch_spec import Host, HostList, LaunchSpec
@@ -174,7 +174,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("scontrol")
 def test_an_allocation_of_slurm() -> None:
     assert host_list(**BATCH) == HostList((Host("gpu1"), Host("gpu2")), "srun")
-    assert host_list("-H", "a,b", **BATCH).way == "ssh", "who names hosts is asked nothing"
+    assert host_list("-H", "a,b", **BATCH).transport == "ssh", "who names hosts is asked nothing"
     for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--node-rank", "1"]):
         assert parse(*flags, "train.py", **BATCH).host_list is None
     assert parse("train.py", **{**BATCH, "SLURM_STEP_ID": "0"}).host_list is None, "a task that srun has started"
@@ -196,12 +196,12 @@ def test_the_forwarded_variables() -> None:
     goes = ("PATH", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_HOME", "PHALANX_BACKEND")
     stays = ("HOME", "SSH_AUTH_SOCK", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PHALANX_RUN_TOKEN")
     environ: dict[str, str] = dict.fromkeys((*goes, *stays, "MY_TOKEN"), "x")
-    assert sorted(forwarded_env.pack(environ, ())) == sorted(goes)
-    assert sorted(forwarded_env.pack(environ, ("MY_TOKEN", "CUDA_VISIBLE_DEVICES"))) == sorted(
+    assert sorted(transports.forwarded_environment(environ, ())) == sorted(goes)
+    assert sorted(transports.forwarded_environment(environ, ("MY_TOKEN", "CUDA_VISIBLE_DEVICES"))) == sorted(
         (*goes, "MY_TOKEN", "CUDA_VISIBLE_DEVICES")
     )
     with pytest.raises(UsageError, match="--export MISSING: there is no such variable here"):
-        forwarded_env.pack(environ, ("MISSING",))
+        transports.forwarded_environment(environ, ("MISSING",))
 
 
 REMOTE = python_command("phalanx.launch.command.remote()")
@@ -255,7 +255,7 @@ def test_command_lines() -> None:
         ("here", -9, [], "n: the start failed with SIGKILL: it printed nothing."),
     ],
 )
-def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentence: str) -> None:
+def test_why_a_host_does_not_start(kind: transports.Kind, code: int, said: list[str], sentence: str) -> None:
     assert sentence in transports.Transport(Host("n", None, "me"), kind, ()).why_not_started(code, said)
 
 
@@ -274,7 +274,7 @@ def test_why_a_way_does_not_start(kind: str, code: int, said: list[str], sentenc
         ("srun", 137, [], "the agent on n ended without a message, with exit code 137"),
     ],
 )
-def test_why_a_way_is_lost(kind: str, code: int, said: list[str], sentence: str) -> None:
+def test_why_a_host_is_lost(kind: transports.Kind, code: int, said: list[str], sentence: str) -> None:
     assert sentence in transports.Transport(Host("n"), kind, ()).why_lost(code, said)
 
 
@@ -307,11 +307,11 @@ def test_messages_among_lines(run_secret: None) -> None:
             assert kept == b"[rank 0] one\nhalf\n" + foreign + b"\n"
 
 
-def connection(name: str, node: int, kind: str, **hello: Any) -> HostConnection:
+def connection(name: str, node: int, kind: transports.Kind, **hello: Any) -> HostConnection:
     """One that has answered."""
     told = messages.replace(wire_protocol.Hello("3.11", "2.13.0", "1", 2, 4000, None, None, None), **hello)
-    way = transports.Transport(Host(name), kind, ())
-    return cast(HostConnection, SimpleNamespace(name=name, node=node, way=way, hello=told))
+    transport = transports.Transport(Host(name), kind, ())
+    return cast(HostConnection, SimpleNamespace(name=name, node=node, transport=transport, hello=told))
 
 
 def test_where_they_meet() -> None:
@@ -332,7 +332,7 @@ def test_where_they_meet() -> None:
 def test_whether_they_fit() -> None:
     same = [connection(name, node, "ssh") for node, name in enumerate("ab")]
     compatibility.compare(same)
-    assert compatibility.roll(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
+    assert compatibility.summary(same) == "4 ranks on 2 hosts: a 0-1, b 2-3"
     with pytest.raises(LaunchError, match=r"^c has Python 3.9, but a has 3.11; install .*\nc has phalanx 2, but"):
         compatibility.compare([*same, connection("c", 2, "ssh", python="3.9", phalanx="2")])
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.logs import LineSplitter, LogFile, OutputPipe, OutputRoute, Tail, rank_prefix
+from phalanx.launch.output.line_splitter import LineSplitter, Tail
+from phalanx.launch.output.logs import LogFile, OutputPipe, OutputRoute, rank_prefix
 
 
 def cut(*pieces: bytes) -> bytes:

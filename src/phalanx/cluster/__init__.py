@@ -1,23 +1,23 @@
-"""Which launcher started this process, and what it says about its rank and its node.
+"""The launcher that started this process, and the rank and node that it gives to it.
 
-One file a kind. The contract: ``detect(environ)`` gives a Situation when the launcher's variables are there, and
-None when they are not; variables that are there but wrong are a UsageError that names them.
+Each kind has a file with ``detect(environ)``, which returns a Situation if the launcher's variables are there, else
+None. Variables that are there but wrong are a UsageError that names them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.cluster import openmpi, single, slurm, torchrun
-from phalanx.cluster.situation import Situation
+from phalanx.cluster import openmpi, slurm, torchrun
+from phalanx.cluster.situation import Situation, master_from
 
 __all__ = ["Situation", "find"]
 
 
 def find(environ: Mapping[str, str]) -> Situation:
-    """The first kind that recognises itself: the nearest launcher wins over the one around it."""
+    """Returns what the innermost launcher says; without a launcher, ``python train.py`` is a world of one."""
     for kind in (torchrun, slurm, openmpi):
         situation = kind.detect(environ)
         if situation is not None:
             return situation
-    return single.detect(environ)
+    return Situation("single", 0, 1, 0, 1, 0, 1, master_from(environ))

@@ -29,7 +29,7 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
             world_size=world_size,
             local_rank=rank % local_size if local_rank is None else local_rank,
             local_size=local_size,
-            # mpirun fills one machine after the other unless told otherwise, and tells no number of the machine.
+            # mpirun gives no number of the machine; by default it fills one after the other.
             node=rank // local_size,
             nodes=-(-world_size // local_size),
             master=master_from(environ) or (_local_master() if local_size == world_size else None),
@@ -38,5 +38,5 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
 
 
 def _local_master() -> tuple[str, int]:
-    """On one machine all ranks are children of one daemon, whose pid gives them a port in common."""
+    """Returns an address on one machine: all ranks are children of one daemon, whose pid gives them the same port."""
     return LOOPBACK, port_for(os.getppid())

@@ -1,9 +1,10 @@
-"""What every kind of launcher tells, in one shape."""
+"""What every kind of launcher says about a process, in one form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx import env
 from phalanx.argparser import whole_number
@@ -13,10 +14,9 @@ from phalanx.system.ports import check_port
 
 @dataclass(frozen=True)
 class Situation:
-    """The place of this process, as its launcher gives it."""
+    """The rank of this process among all, and on its node, as its launcher gives it."""
 
-    kind: str
-    """``torchrun``, ``slurm``, ``openmpi`` or ``single``; for messages."""
+    kind: Literal["torchrun", "slurm", "openmpi", "single"]
     rank: int
     world_size: int
     local_rank: int
@@ -24,9 +24,9 @@ class Situation:
     node: int
     nodes: int
     master: tuple[str, int] | None
-    """Where the store is, or will be started by rank 0; None when nobody has said."""
+    """The address of the store, which rank 0 may have to serve; None if it is not given."""
     store_is_up: bool = False
-    """The launcher hosts the store: no rank may start one."""
+    """The launcher serves the store: no rank may."""
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.world_size)
@@ -42,7 +42,7 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def master_from(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """MASTER_ADDR and MASTER_PORT, when both are there."""
+    """Returns MASTER_ADDR and MASTER_PORT if both are there."""
     address = environ.get("MASTER_ADDR")
     port = env.integer(environ, "MASTER_PORT")
     if not address or port is None:
@@ -51,5 +51,5 @@ def master_from(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def port_for(job: int) -> int:
-    """A port that all ranks derive alike from the job's number, outside the range of outgoing connections."""
+    """Returns the same port on all ranks of a job, outside the range of outgoing connections."""
     return 15000 + job % 10000

@@ -1,7 +1,7 @@
 """A task of a SLURM step, started by ``srun``.
 
 A shell inside an allocation (``salloc``, ``srun --pty bash``, a batch script) has most of the same variables, but is
-no task among others: it must be a world of one.
+no task among others: it has to be a world of one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun has started this process, as one of several or the only one."""
+    """Returns True if srun has started this process, as one of several or the only one."""
     return "SLURM_PROCID" in environ and not _is_shell(environ)
 
 
@@ -62,7 +62,7 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def first_host(nodelist: str) -> str:
-    """``node[03-05,9],gpu1`` gives ``node03``."""
+    """Returns ``node03`` for ``node[03-05,9],gpu1``."""
     found = re.match(r"(?P<name>[^,\[]+)(\[(?P<first>\d+)[^\]]*\](?P<rest>[^,]*))?", nodelist)
     if found is None:
         raise UsageError(f"SLURM's list of hosts {nodelist!r} cannot be read; set MASTER_ADDR and MASTER_PORT.")
@@ -70,7 +70,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """``4(x2),2`` gives [4, 4, 2]."""
+    """Returns [4, 4, 2] for ``4(x2),2``."""
     sizes: list[int] = []
     for part in filter(None, text.split(",")):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

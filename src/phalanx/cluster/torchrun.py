@@ -13,7 +13,7 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
         return None
     rank = env.require_integer(environ, "RANK", beside="WORLD_SIZE")
     world_size = env.require_integer(environ, "WORLD_SIZE", beside="RANK")
-    master, up = _meeting_point(environ)
+    master, up = _store_address(environ)
     local_rank = env.integer(environ, "LOCAL_RANK")
     local_size = env.integer(environ, "LOCAL_WORLD_SIZE")
     return Situation(
@@ -30,11 +30,11 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
     )
 
 
-def _meeting_point(environ: Mapping[str, str]) -> tuple[tuple[str, int] | None, bool]:
-    """Where the store is, and whether the launcher hosts it.
+def _store_address(environ: Mapping[str, str]) -> tuple[tuple[str, int] | None, bool]:
+    """Returns the address of the store, and True if the launcher serves it.
 
-    The launcher's word about MASTER_PORT comes first: it is the nearest one's. Under `phalanx.spawn` there is none,
-    because MASTER_PORT is the function's own to choose; the store is then the one that spawn has started.
+    MASTER_PORT comes first, because the innermost launcher has set it. Under `phalanx.spawn` the function may set it as
+    it likes; the store is then the one of PHALANX_STORE, which spawn has started.
     """
     master = master_from(environ)
     if master is not None and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -13,7 +13,8 @@ from pathlib import Path
 from phalanx import events, messages, run_files
 from phalanx.errors import ForeignData
 from phalanx.launch.output.console import Console
-from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, Tail, rank_prefix
+from phalanx.launch.output.line_splitter import Tail
+from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, rank_prefix
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
 from phalanx.messages import Record, Text

@@ -22,9 +22,10 @@ from phalanx.events import KEEPER_LOG
 from phalanx.fd_channel import Channel
 from phalanx.launch.multinode import RunOver, protocol, rendezvous
 from phalanx.launch.multinode.hub import Hub, Spoke
-from phalanx.launch.multinode.links import SILENCE, ServerLost, listen
+from phalanx.launch.multinode.links import SILENCE, ServerLost
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, NodesMissing, Order, Terms
 from phalanx.store import tcp_store
+from phalanx.system import ports
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -127,7 +128,7 @@ class KeeperSession:
         if self._listener is not None:
             self._hosted = tcp_store.serve(order.host, self._listener, timeout=60.0)
             address = self._listener.getsockname()[0]
-            hub = Hub(listen(address), info, order.elastic, self._rendezvous.receive)
+            hub = Hub(ports.listen(address, 0), info, order.elastic, self._rendezvous.receive)
             self._rendezvous.serve(hub)
             advertising = self._hosted, address, hub.port, self._is_complete
             threading.Thread(target=rendezvous.advertise, args=advertising, name="hub-address", daemon=True).start()
@@ -166,7 +167,7 @@ class KeeperSession:
             self._workers[0].close()
         self._workers = None  # its connections close before the next one is there
         address = self._nodes[0].address
-        listener = listen(address)
+        listener = ports.listen(address, 0)
         self._workers = listener, tcp_store.serve(address, listener, timeout=60.0)
         master = protocol.MasterAt(number, address, listener.getsockname()[1])
         self._report(protocol.Relayed(0, master))

@@ -44,11 +44,6 @@ Receiver = Callable[[LinkMessage | protocol.Ignored | ServerLost], None]
 """Gets what arrives on the connections, on their thread."""
 
 
-def listen(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
-
-
 class Connection:
     """One end of a sealed connection; it never blocks."""
 

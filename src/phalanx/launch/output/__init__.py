@@ -1,1 +1,1 @@
-"""What the ranks print, on its way to the console, the logs and other nodes."""
+"""The output of the ranks, on its way to the console, the logs and other nodes."""

@@ -1,4 +1,4 @@
-"""What the agent itself says, among the lines of the ranks."""
+"""The lines of the agent itself, among those of the ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 class AgentLines:
-    """``node``: the name of this node, when the conductor passes on what it says."""
+    """Prints lines of the agent, or of the conductor."""
 
-    def __init__(self, console: Console, node: str | None) -> None:
+    def __init__(self, console: Console, node: str | None = None) -> None:
+        """``node``: the name of this node if a conductor prints for it."""
         self._console, self._node = console, node
         self._said: set[str] = set()
 
@@ -44,13 +45,13 @@ class AgentLines:
         return is_new
 
     def show(self, text: str) -> bool:
-        """A line for a moment, on a terminal: the next one is written over it. Whether anybody could see it."""
+        """Shows a line on a terminal until the next one is printed. Returns False without a terminal."""
         is_terminal = self._console.is_terminal[self._console.err]
         if is_terminal:
             self._console.show_live(self._console.err, f"phalanx: {text}".encode())
         return is_terminal
 
     def let_ranks_finish(self, give_up: Callable[[], bool]) -> None:
-        """Their own lines come first, as long as there is a reader for them."""
+        """Waits until the lines of the ranks are printed, as long as somebody reads them."""
         while not self._console.flush(0.2) and not give_up():
             pass

@@ -1,7 +1,7 @@
-"""One terminal for many ranks: a thread that writes what the pumps hand over, a turn for each in order.
+"""One terminal for many ranks: a thread writes their lines, one source after the other.
 
-Every hand-over is whole lines, so lines never mix. A reader that is slow (a paused pager) blocks this thread and
-nothing else; a rank that prints more than is read has to wait, the others do not.
+It gets whole lines, so lines never mix. A slow reader (a paused pager) blocks this thread and nothing else: a rank
+that prints more than is read has to wait, the others do not.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Protocol
 
 _ERASE = b"\r\x1b[K"
 _Piece = tuple[int, bytes, bool]
-"""Where to, what, and whether that is to begin a line."""
+"""The descriptor, the data, and True if the data has to begin a line."""
 
 
 class Source(Protocol):
-    """Whoever hands lines over; it is called back, on the console's thread, when all of its bytes are written."""
+    """A source of lines; it is called, on the console's thread, when all of its bytes are written."""
 
     def drained(self) -> None: ...
 
 
 class Console:
-    """Writes to standard output and standard error. ``live`` terminals also show unfinished lines, for a while."""
+    """Writes to standard output and standard error. A terminal also shows unfinished lines, for a while."""
 
     def __init__(self, out: int = 1, err: int = 2) -> None:
         self.is_terminal = {out: os.isatty(out), err: os.isatty(err)}
@@ -36,11 +36,11 @@ class Console:
         self._writing = False
         self._gone: set[int] = set()
         self._unfinished = {out: False, err: False}
-        """Whether the last line that was written there has no end yet; only a rank that is alone may leave one so."""
+        """The last line there has not ended yet; only a single rank may leave one so."""
         self._live: tuple[int, bytes] | None = None
         """The latest unfinished line, to be shown."""
         self._shown: int | None = None
-        """Where one stands on the screen now."""
+        """The descriptor whose terminal shows an unfinished line now."""
         self._thread = threading.Thread(target=self._write_all, name="console", daemon=True)
         self._thread.start()
 
@@ -56,7 +56,7 @@ class Console:
             self._changed.notify_all()
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Waits until everything handed over is written."""
+        """Waits until everything is written. Returns False after ``timeout``."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and not self._writing, timeout)
 
@@ -85,7 +85,7 @@ class Console:
                 source.drained()
 
     def _next(self) -> tuple[Source | None, list[_Piece]]:
-        """What to write now, and whose it is. Under the lock."""
+        """Returns what to write now, and its source. Called with the lock."""
         erase: list[_Piece] = [(self._shown, _ERASE, False)] if self._shown is not None else []
         self._shown = None
         if not self._waiting:
@@ -98,7 +98,7 @@ class Console:
         queue = self._waiting.pop(source)
         piece = queue.popleft()
         if queue:
-            self._waiting[source] = queue  # behind the others: a turn for each
+            self._waiting[source] = queue  # behind the other sources
         return source, [*erase, piece]
 
     def _try_write(self, fd: int, data: bytes) -> None:
@@ -110,4 +110,4 @@ class Console:
             except BlockingIOError:  # somebody made the descriptor non-blocking, which all its owners share
                 select.select([], [fd], [])
             except OSError:
-                self._gone.add(fd)  # nobody reads any more (`| head`, a closed terminal); the logs go on
+                self._gone.add(fd)  # nobody reads any more (`| head`, a closed terminal); the logs are still written

@@ -1,8 +1,8 @@
-"""What crosses the connection between the conductor and a remote: a record a line.
+"""The messages between the conductor and the agent of a host: one record per line.
 
 Towards the conductor they stand among the lines of the ranks, on standard error; a login shell may have printed
-something before them. They are known by their mark, a number that grows, and a seal, which needs the run's secret:
-whatever else the ranks print, it is only ever a line of theirs.
+something before them. They are recognised by their mark, a growing number, and a seal, which needs the run's secret,
+so nothing that a rank prints can be taken for one.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from typing import Literal
 
 from phalanx import messages
 from phalanx.errors import ForeignData
-from phalanx.launch.output.logs import LineSplitter
+from phalanx.launch.output.line_splitter import LineSplitter
 from phalanx.messages import Count, ExitCode, Message, Name, Port, Rank, Signal, Text
 
 MARK = b"\x1ephalanx\x1e"
 
 BEAT_SECONDS = 3.0
-"""How often the conductor gives a sign of life."""
+"""Seconds between two heartbeats of the conductor."""
 SILENCE = 15.0
-"""Without one for so long a remote ends its ranks: there is nobody left who could."""
-
+"""Seconds without one after which a host ends its ranks: the conductor is lost."""
 
 Topic = Literal["", "announce", "signal", "cause", "verdict"]
 _numbers = itertools.count(1)
 
 
 class Order(Message, frozen=True):
-    """The first line to a remote: what to run there."""
+    """The first line to a host: what to run there."""
 
     argv: tuple[str, ...]
     is_launch: bool
-    """It is to be read as ``python -m phalanx.launch`` reads it."""
+    """The arguments are those of ``python -m phalanx.launch``."""
     directory: str
     environment: Mapping[str, str]
     nnodes: Count
@@ -41,14 +40,14 @@ class Order(Message, frozen=True):
     node: Rank
     name: Name
     slots: Count | None
-    """None: what --nproc-per-node says there."""
+    """The number of its ranks; None for --nproc-per-node."""
     by_ssh: bool
     resolve: Name | None
-    """The name of the first host, where its address has to be found out."""
+    """The name of the first host, if this host has to look up its address."""
 
 
 class Go(Message, frozen=True):
-    """All hosts fit: start, and meet there if there are several."""
+    """All hosts fit together: start, with this master if there are several."""
 
     master_addr: Name | None = None
     master_port: Port | None = None
@@ -59,7 +58,7 @@ class PassSignal(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """A remote's answer: what its machine has."""
+    """A host's answer to the order: what it has."""
 
     python: Name
     torch: Name
@@ -68,8 +67,9 @@ class Hello(Message, frozen=True):
     port: Port | None
     """A free one, on the first host."""
     client: Name | None
-    """The address of the conductor's machine, as ssh gives it, and of this one."""
+    """The address of the conductor, as ssh on this host reports it."""
     server: Name | None
+    """The address of this host, as ssh reports it."""
     first: Name | None
     """The address of the first host."""
 
@@ -90,47 +90,47 @@ class Said(Message, frozen=True):
     """``announce``, ``signal`` (obeying one), ``cause`` and ``verdict`` (why the run ends), or none."""
 
 
-FromRemote = Hello | Refused | Ended | Said
+FromHost = Hello | Refused | Ended | Said
 
 
 def line(order: Order | Go | PassSignal) -> bytes:
-    """Towards a remote."""
+    """Encodes a message to a host."""
     return messages.encode(order) + b"\n"
 
 
-def marked(message: Hello | Refused | Ended | Said, node: str) -> bytes:
-    """Towards the conductor, from the node of this name."""
+def marked(message: FromHost, node: str) -> bytes:
+    """Encodes a message to the conductor, from the node of this name."""
     number = next(_numbers)
     return b"%s%d:%s\n" % (MARK, number, messages.seal(node, number, messages.encode(message)))
 
 
 class Inbox:
-    """The messages of one remote."""
+    """Checks and decodes the messages of one host."""
 
-    def __init__(self, node: str, hear: Callable[[Hello | Refused | Ended | Said], None]) -> None:
-        self._node, self._hear = node, hear
+    def __init__(self, node: str, receive: Callable[[FromHost], None]) -> None:
+        self._node, self._receive = node, receive
         self._last = 0
 
     def take(self, data: bytes) -> bool:
-        """Whether this is a message: sealed, and newer than all before. A program may print our mark."""
+        """Returns True for a message: sealed, and newer than all before. A program may print our mark, too."""
         text, _, sealed = data.rstrip().partition(b":")
         number = int(text) if text.isdigit() and len(text) < 18 else 0
         try:
             payload = messages.open_sealed(self._node, number, sealed, self._node)
-            message = messages.decode(payload, FromRemote, self._node)
+            message = messages.decode(payload, FromHost, self._node)
         except ForeignData:
             return False
         if number <= self._last:
             return False
         self._last = number
-        self._hear(message)
+        self._receive(message)
         return True
 
 
 class MessageFilter(LineSplitter):
-    """Whole lines of a remote's output, without the messages among them, which are handed over.
+    """Splits the output of a host into lines, and gives the messages among them to the inbox.
 
-    Until it is opened the lines are dropped: they are a login shell's greeting.
+    Until it is open the lines are dropped: they are a login shell's greeting.
     """
 
     def __init__(self, inbox: Inbox) -> None:
@@ -139,16 +139,16 @@ class MessageFilter(LineSplitter):
         self.is_open = False
 
     def feed(self, data: bytes) -> bytes:
-        return self._sift(super().feed(data))
+        return self._filter(super().feed(data))
 
     def finish(self) -> bytes:
-        return self._sift(super().finish())
+        return self._filter(super().finish())
 
     def unfinished(self) -> bytes:
         text = super().unfinished()
         return b"" if MARK[:1] in text or not self.is_open else text
 
-    def _sift(self, lines: bytes) -> bytes:
+    def _filter(self, lines: bytes) -> bytes:
         if MARK not in lines:
             return lines if self.is_open else b""
         kept = b""
@@ -156,7 +156,7 @@ class MessageFilter(LineSplitter):
             before, mark, message = text.partition(MARK)
             if not (mark and self._inbox.take(message)):
                 before = text
-            elif before:  # somebody else's line, that has no end yet
+            elif before:  # another program's line, which has not ended yet
                 before += b"\n"
             kept += before if self.is_open else b""
         return kept

@@ -1,4 +1,4 @@
-"""All hosts have answered: whether they fit together, and where they are to meet. Functions of what they said."""
+"""Compares the answers of all hosts, and derives the master's address and the ranks of each host from them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.system.ports import LOOPBACK, is_loopback
 
 
 def compare(connections: Sequence[HostConnection]) -> None:
-    """An error for each host that would compute with something else than the first."""
+    """Raises an error that names each host with other versions than the first."""
     first, *others = connections
     wrong = []
     for other in others:
@@ -27,18 +27,18 @@ def compare(connections: Sequence[HostConnection]) -> None:
 
 
 def master(connections: Sequence[HostConnection], spec: LaunchSpec) -> tuple[str, int]:
-    """Address and port of the first host as the others see it."""
+    """Returns the address of the first host as the others reach it, and a port."""
     first, *others = connections
     port = spec.master_port or _hello(first).port or 0
     if spec.master_addr != LOOPBACK:
         return spec.master_addr, port
-    if first.way.kind == "ssh":
+    if first.transport.kind == "ssh":
         candidates = [_hello(first).server]
     else:
-        candidates = [_hello(other).client for other in others if first.way.kind == "here"]
+        candidates = [_hello(other).client for other in others if first.transport.kind == "here"]
         candidates += [_hello(other).first for other in others]
     for address in candidates:
-        # One with a scope means another network on every machine.
+        # An address with a scope means another network on every machine.
         if address and not is_loopback(address) and "%" not in address:
             return address, port
     raise LaunchError(
@@ -46,8 +46,8 @@ def master(connections: Sequence[HostConnection], spec: LaunchSpec) -> tuple[str
     )
 
 
-def roll(connections: Sequence[HostConnection]) -> str:
-    """Who has which ranks, in a line."""
+def summary(connections: Sequence[HostConnection]) -> str:
+    """Returns the hosts and their ranks in a line."""
     sizes = [_hello(connection).nproc for connection in connections]
     everyone = placements(sizes)
     parts = []

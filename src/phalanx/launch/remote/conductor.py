@@ -1,8 +1,9 @@
-"""Runs where the command was typed, without torch: starts the agents of all hosts, and is their one voice.
+"""The conductor: starts the agents of all hosts from one command, without torch, and prints for all of them.
 
-One way a host (reach.py) leads to a remote (remote.py). The remotes answer for their machines; when all fit, they are
-told where to meet, and run agents as if each had been started by hand. What those say comes here, from every node, and
-is shown once. The standard input of a remote is its lifeline: with the conductor, all ends.
+It reaches each host by a transport (transports.py), which starts remote_agent.py there. These answer what their
+machines have; when all fit together, they get the master's address, and run agents as if started by hand. The agents
+send their lines here, and each is printed once. The standard input of a remote agent is its lifeline: it ends with the
+conductor.
 """
 
 from __future__ import annotations
@@ -16,28 +17,29 @@ from phalanx import secret
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.event_loop import EventLoop
 from phalanx.launch.output import wire_protocol
+from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.output.console import Console
-from phalanx.launch.remote import compatibility, forwarded_env
+from phalanx.launch.remote import compatibility, transports
 from phalanx.launch.remote.host_connection import HostConnection
-from phalanx.launch.remote.transports import Transport, find_transport
+from phalanx.launch.remote.transports import Transport
 from phalanx.launch.spec.launch_spec import HostList, LaunchSpec
 
 _TICK = 0.5
-_OTHERS_MAY_ANSWER = 3.0  # after one host has failed to: all that are wrong are named at once
-_OTHERS_MAY_END = 2.0  # after one has ended with a failure: by themselves, before they are told to
-_LAST_WORDS = 10.0  # beside the shutdown timeout, until a way is killed
+_OTHERS_MAY_ANSWER = 3.0  # after one host has failed, so that all failures are reported at once
+_OTHERS_MAY_END = 2.0  # by themselves, after one has ended with a failure
+_KILL_MARGIN = 10.0  # beside the shutdown timeout, until a transport is killed
 _DRAIN_SECONDS = 2.0
-_HANG_UP_SECONDS = 2.0  # for remotes that have answered, and have not been told to start
+_CLOSE_SECONDS = 2.0  # for hosts that have answered, and have not been started
 
 
 def conduct(spec: LaunchSpec, argv: Sequence[str], environ: Mapping[str, str], *, is_launch: bool = False) -> int:
-    """Starts ``argv`` on all hosts of the spec and stays until their end; returns the exit code.
+    """Runs ``argv`` on all hosts of the spec. Returns the exit code.
 
-    ``is_launch``: it is to be read as ``python -m phalanx.launch`` reads it.
+    ``is_launch``: these are arguments of ``python -m phalanx.launch``.
     """
     assert spec.host_list is not None
     secret.make()
-    environment = forwarded_env.pack(environ, spec.host_list.export)
+    environment = transports.forwarded_environment(environ, spec.host_list.export)
     return _Conductor(spec, spec.host_list, tuple(argv), environment, is_launch).run()
 
 
@@ -52,10 +54,10 @@ class _Conductor:
     ) -> None:
         self._spec, self._host_list = spec, host_list
         self._argv, self._environment, self._is_launch = argv, environment, is_launch
-        ways = [find_transport(host, host_list) for host in host_list.hosts]
+        self._transports = [transports.find_transport(host, host_list) for host in host_list.hosts]
         self._console = Console()
+        self._lines = AgentLines(self._console)
         self._loop = EventLoop((*spec.signals, "SIGCHLD"))
-        self._ways = ways
         self._connections: list[HostConnection] = []
         self._signalled: list[int] = []
         self._shown: set[str] = set()
@@ -63,12 +65,9 @@ class _Conductor:
         self._has_cause = False
         self._exit_code = 0
         self._end_by: float | None = None
-        """When the ones that are left are told to end; set by the first that failed."""
+        """The time at which the remaining hosts are stopped; set by the first that failed."""
         self._kill_by: float | None = None
         self._beat_at = 0.0
-
-    def drained(self) -> None:
-        """The console has written the conductor's own lines; nothing waits for that."""
 
     def run(self) -> int:
         self._loop.take_signals()
@@ -76,57 +75,56 @@ class _Conductor:
             self._start_all()
             self._await_answers()
             if not self._signalled:
-                self._send_off()
+                self._begin()
                 self._turn_until(lambda: all(connection.is_over for connection in self._connections))
-                self._tell_verdict()
+                self._print_verdict()
             return 128 + self._signalled[0] if self._signalled else self._exit_code
         finally:
             self._loop.restore_signals()
             self._close()
 
-    # ---- bringing them together
+    # ---- starting
 
     def _start_all(self) -> None:
-        if self._host_list.way == "srun":
+        if self._host_list.transport == "srun":
             names = ", ".join(host.name for host in self._host_list.hosts)
-            self._say(f"SLURM gives {len(self._host_list.hosts)} nodes ({names}); starting on all of them with srun")
-        for node, way in enumerate(self._ways):
-            connection = HostConnection(node, way, self._console, self._loop.resume_pipe, self._hear)
+            self._print(f"SLURM gives {len(self._host_list.hosts)} nodes ({names}); starting on all of them with srun")
+        for node, transport in enumerate(self._transports):
+            connection = HostConnection(node, transport, self._console, self._loop.resume_pipe, self._receive)
             self._connections.append(connection)
             for stream in connection.streams:
                 self._loop.add_pipe(stream)
-            connection.send(self._order(node, way))
+            connection.send(self._order(node, transport))
 
-    def _order(self, node: int, way: Transport) -> wire_protocol.Order:
-        first, own = self._ways[0], secret.text()
+    def _order(self, node: int, transport: Transport) -> wire_protocol.Order:
+        first, own = self._transports[0], secret.text()
         assert own is not None
         return wire_protocol.Order(
             argv=self._argv,
             is_launch=self._is_launch,
             directory=str(Path.cwd()),
             environment=self._environment,
-            nnodes=len(self._ways),
+            nnodes=len(self._transports),
             secret=own,
             node=node,
-            name=way.host.name,
-            slots=way.host.slots,
-            by_ssh=way.kind == "ssh",
-            # Who is not reached by ssh does not learn from ssh by which address; the others may know its name.
+            name=transport.host.name,
+            slots=transport.host.slots,
+            by_ssh=transport.kind == "ssh",
+            # Only ssh reports the address by which a host is reached; otherwise the others look up its name.
             resolve=first.host.name if first.kind != "ssh" and node > 0 else None,
         )
 
     def _await_answers(self) -> None:
-        """Until every host is ready. What is wrong with several is said of all of them."""
-        started = time.monotonic()
-        patience = started + self._spec.rdzv_timeout
+        """Waits until every host is ready. Raises the failures of all hosts at once."""
+        deadline = time.monotonic() + self._spec.rdzv_timeout
 
         def is_settled() -> bool:
-            nonlocal patience
+            nonlocal deadline
             waiting = [connection for connection in self._connections if not (connection.hello or connection.refusal)]
             if any(connection.refusal for connection in self._connections):
-                patience = min(patience, time.monotonic() + _OTHERS_MAY_ANSWER)
-            self._show(f"{len(self._connections) - len(waiting)} of {len(self._connections)} hosts have answered")
-            return not waiting or time.monotonic() >= patience or bool(self._signalled)
+                deadline = min(deadline, time.monotonic() + _OTHERS_MAY_ANSWER)
+            self._lines.show(f"{len(self._connections) - len(waiting)} of {len(self._connections)} hosts have answered")
+            return not waiting or time.monotonic() >= deadline or bool(self._signalled)
 
         self._turn_until(is_settled)
         if self._signalled:
@@ -139,14 +137,11 @@ class _Conductor:
             raise LaunchError("\n".join(refusals))
         compatibility.compare(self._connections)
 
-    def _send_off(self) -> None:
-        """All fit: they are told where to meet, and start."""
-        go = (
-            wire_protocol.Go(*compatibility.master(self._connections, self._spec))
-            if len(self._connections) > 1
-            else wire_protocol.Go()
-        )
-        self._say(compatibility.roll(self._connections))
+    def _begin(self) -> None:
+        go = wire_protocol.Go()
+        if len(self._connections) > 1:
+            go = wire_protocol.Go(*compatibility.master(self._connections, self._spec))
+        self._print(compatibility.summary(self._connections))
         for connection in self._connections:
             connection.send(go)
 
@@ -156,7 +151,7 @@ class _Conductor:
         while not done():
             for key, _ in self._loop.selector.select(_TICK):
                 key.data()
-            self._obey_signals()
+            self._handle_signals()
             self._loop.turn_pipes(stream for connection in self._connections for stream in connection.streams)
             now = time.monotonic()
             if now >= self._beat_at:
@@ -167,10 +162,10 @@ class _Conductor:
                 connection.flush()
                 if not connection.is_over and connection.poll() is not None:
                     self._finish(connection)
-            self._end_what_is_left(now)
+            self._stop_remaining(now)
 
     def _finish(self, connection: HostConnection) -> None:
-        """Its way has ended: what is left in the pipes is read, and its end is understood."""
+        """Reads the rest of the output of a transport that has ended, and finds out why it ended."""
         deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
         while not connection.has_drained and time.monotonic() < deadline:
             for stream in connection.streams:
@@ -181,43 +176,39 @@ class _Conductor:
         code = connection.poll()
         assert code is not None
         if connection.hello is None:
-            connection.refusal = connection.refusal or connection.way.why_not_started(code, connection.said)
+            connection.refusal = connection.refusal or connection.transport.why_not_started(code, connection.last_lines)
         elif connection.ended_with is None:
-            self._fail(connection.way.why_lost(code, connection.said) + "; all hosts are stopped")
+            self._fail(connection.transport.why_lost(code, connection.last_lines) + "; all hosts are stopped")
             self._end_by = time.monotonic()
         elif connection.ended_with != 0:
             self._exit_code = self._exit_code or connection.ended_with
-            if not self._signalled:  # else all are stopping, each in the time that its ranks need
+            if not self._signalled:  # otherwise all are stopping, each in the time that its ranks need
                 self._end_by = self._end_by or time.monotonic() + _OTHERS_MAY_END
 
     def _fail(self, text: str) -> None:
-        """The conductor's own reason to end the run. The first reason is the one that is told."""
+        """Ends the run for a reason of the conductor's own. Only the first reason is printed."""
         self._exit_code = self._exit_code or 1
         if not self._has_cause and self._verdict is None and not self._signalled:
             self._has_cause = True
-            self._say(text)
+            self._print(text)
 
-    def _end_what_is_left(self, now: float) -> None:
+    def _stop_remaining(self, now: float) -> None:
         left = [connection for connection in self._connections if not connection.is_over]
         if self._end_by is not None and now >= self._end_by and self._kill_by is None:
-            self._kill_by = now + self._spec.shutdown_timeout + _LAST_WORDS
+            self._kill_by = now + self._spec.shutdown_timeout + _KILL_MARGIN
             for connection in left:
                 connection.send(wire_protocol.PassSignal(int(signal.SIGTERM)))
         if self._kill_by is not None and now >= self._kill_by:
             for connection in left:
                 self._fail(f"{connection.name} has not ended in time; its connection is closed")
-                connection.kill()  # the remote sees its lifeline end
+                connection.kill()  # which ends its lifeline
 
-    # ---- what they say
+    # ---- messages of the hosts
 
-    def _hear(
-        self,
-        connection: HostConnection,
-        message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended | wire_protocol.Said,
-    ) -> None:
+    def _receive(self, connection: HostConnection, message: wire_protocol.FromHost) -> None:
         match message:
             case wire_protocol.Hello():
-                connection.greet(message)
+                connection.accept(message)
             case wire_protocol.Refused(text) if connection.hello is None:
                 connection.refusal = f"{connection.name}: {text}"
             case wire_protocol.Refused(text):
@@ -226,28 +217,28 @@ class _Conductor:
             case wire_protocol.Ended(code):
                 connection.ended_with = code
             case wire_protocol.Said(text, topic):
-                self._pass_on(text, topic)
+                self._print_once(text, topic)
 
-    def _pass_on(self, text: str, topic: wire_protocol.Topic) -> None:
-        """Every node says the same, or a consequence of it; a person wants to read it once."""
+    def _print_once(self, text: str, topic: wire_protocol.Topic) -> None:
+        """Prints a line that every node sends, and omits the consequences of the first cause."""
         if topic == "verdict" and not self._has_cause:
-            self._verdict = self._verdict or text  # below the last lines of all nodes
+            self._verdict = self._verdict or text  # printed below the last lines of all nodes
         elif topic == "cause" and not self._has_cause and self._verdict is None:
             self._has_cause = True
-            self._say(text)
+            self._print(text)
         elif (topic == "" or (topic == "signal" and self._signalled)) and text not in self._shown:
             self._shown.add(text)
-            self._say(text)
+            self._print(text)
 
-    def _tell_verdict(self) -> None:
+    def _print_verdict(self) -> None:
         if self._verdict is not None:
             while not self._console.flush(0.2) and not self._signalled:
-                self._obey_signals()
-            self._say(self._verdict)
+                self._handle_signals()
+            self._print(self._verdict)
 
     # ---- signals
 
-    def _obey_signals(self) -> None:
+    def _handle_signals(self) -> None:
         while self._loop.signals:
             number = self._loop.signals.pop(0)
             if number == signal.SIGCHLD:
@@ -255,25 +246,21 @@ class _Conductor:
             self._signalled.append(number)
             for connection in self._connections:
                 if len(self._signalled) > 2:
-                    connection.kill()  # asked, asked for at once, and still here
+                    connection.kill()  # the third signal
                 elif not connection.is_over:
                     connection.send(wire_protocol.PassSignal(number))
-            self._kill_by = self._kill_by or time.monotonic() + self._spec.shutdown_timeout + _LAST_WORDS
+            self._kill_by = self._kill_by or time.monotonic() + self._spec.shutdown_timeout + _KILL_MARGIN
 
     # ---- the end
 
-    def _show(self, text: str) -> None:
-        if self._console.is_terminal[self._console.err]:
-            self._console.show_live(self._console.err, f"phalanx: {text}".encode())
-
-    def _say(self, text: str) -> None:
-        self._console.put(self, self._console.err, f"phalanx: {text}\n".encode(errors="replace"))
+    def _print(self, text: str) -> None:
+        self._lines.say_one(text)
 
     def _close(self) -> None:
         for connection in self._connections:
-            connection.hang_up()
-        patience = time.monotonic() + _HANG_UP_SECONDS
+            connection.close_lifeline()
+        deadline = time.monotonic() + _CLOSE_SECONDS
         for connection in self._connections:
-            connection.close(max(0.0, patience - time.monotonic()) if connection.hello else 0.0)
+            connection.close(max(0.0, deadline - time.monotonic()) if connection.hello else 0.0)
         self._console.close(timeout=2.0 if self._signalled else None)
         self._loop.close()

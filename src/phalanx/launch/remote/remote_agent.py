@@ -1,7 +1,7 @@
-"""The other end of a way: checks that its machine has what the run needs, then runs the agent of this node.
+"""The agent of a host that a conductor has started: checks what the run needs here, then runs this node's agent.
 
-Orders come through standard input, which stays open as the lifeline: when it ends, or the conductor gives no sign of
-life any more, this node's ranks are ended.
+Orders come through standard input, which stays open as the lifeline: when it ends, or there is no heartbeat of the
+conductor any more, this node's ranks are ended.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from phalanx import messages, secret
 from phalanx.errors import ForeignData, PhalanxError, UsageError
@@ -24,9 +24,8 @@ from phalanx.launch.spec import network, preflight
 from phalanx.launch.spec.launch_spec import LaunchSpec
 
 T = TypeVar("T")
-
-
-Parse = Callable[..., tuple[LaunchSpec, bool]]
+Overrides = dict[str, str | int | None]
+Parse = Callable[[Sequence[str], Mapping[str, str], Overrides], tuple[LaunchSpec, bool]]
 Run = Callable[[LaunchSpec, Mapping[str, str]], int]
 
 
@@ -42,16 +41,16 @@ def main(parse: Parse, parse_launch: Parse, run: Run) -> NoReturn:
     secret.keep(order.secret)
     try:
         spec = _prepare(order, parse_launch if order.is_launch else parse)
-        _tell(_hello(order, spec), order.name)
+        _send(_hello(order, spec), order.name)
     except PhalanxError as error:
-        _tell(wire_protocol.Refused(str(error)), order.name)
+        _send(wire_protocol.Refused(str(error)), order.name)
         sys.exit(2)
     go = lifeline.next_message(wire_protocol.Go)
-    if go is None:  # called off
+    if go is None:  # the conductor has ended
         sys.exit(1)
     if go.master_addr is not None:
         spec = messages.replace(spec, master_addr=go.master_addr, master_port=go.master_port)
-    threading.Thread(target=lifeline.obey, name="lifeline", daemon=True).start()
+    threading.Thread(target=lifeline.pass_signals, name="lifeline", daemon=True).start()
     sys.exit(_run(spec, order.name, run))
 
 
@@ -59,16 +58,16 @@ def _run(spec: LaunchSpec, node: str, run: Run) -> int:
     try:
         code = run(spec, os.environ)
     except PhalanxError as error:
-        _tell(wire_protocol.Refused(str(error)), node)
+        _send(wire_protocol.Refused(str(error)), node)
         code = 2
     except KeyboardInterrupt:  # before the agent could take it as its own
         code = 128 + signal.SIGINT
-    _tell(wire_protocol.Ended(code), node)
+    _send(wire_protocol.Ended(code), node)
     return code
 
 
 def _prepare(order: wire_protocol.Order, parse: Parse) -> LaunchSpec:
-    """This process becomes one like the conductor's: its directory, its variables, its command line."""
+    """Gives this process the directory, the variables and the command line of the conductor."""
     try:
         os.chdir(order.directory)
     except OSError as error:
@@ -77,15 +76,10 @@ def _prepare(order: wire_protocol.Order, parse: Parse) -> LaunchSpec:
             "make it, or start from one that all hosts have."
         ) from None
     os.environ.update(order.environment)
-    # As the interpreter would have done, had it been started with it: what is installed there is looked for below.
+    # As the interpreter would have done at its start: `_version` looks for packages there.
     path = order.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [str(Path(entry).absolute()) for entry in path if entry]
-    overrides: dict[str, Any] = {
-        "hosts": None,
-        "hostfile": None,
-        "nnodes": str(order.nnodes),
-        "node_rank": order.node,
-    }
+    overrides: Overrides = {"hosts": None, "hostfile": None, "nnodes": str(order.nnodes), "node_rank": order.node}
     if order.slots is not None:
         overrides["nproc_per_node"] = str(order.slots)
     sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order.is_launch else ["phalanx", "run"]), *order.argv]
@@ -96,7 +90,7 @@ def _prepare(order: wire_protocol.Order, parse: Parse) -> LaunchSpec:
 
 
 def _hello(order: wire_protocol.Order, spec: LaunchSpec) -> wire_protocol.Hello:
-    """What the conductor wants to know of this machine."""
+    """Returns the answer to the order: what this machine has."""
     connection = os.environ.get("SSH_CONNECTION", "").split() if order.by_ssh else []
     client, server = (connection[0], connection[2]) if len(connection) == 4 else (None, None)
     return wire_protocol.Hello(
@@ -116,13 +110,13 @@ def _version(package: str) -> str:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         found = None
-    if not found:  # of half an installation it is None as well
+    if not found:  # None also for an incomplete installation
         raise UsageError(f"{package} is not installed for {sys.executable} there; install it.")
     return found
 
 
 def _free_port() -> int:
-    """Free a moment ago. All nodes must know it before the agent of this one can bind it."""
+    """Returns a port that was free a moment ago: all nodes must know it before this node's agent can bind it."""
     with socket.create_server(("", 0)) as probe:
         return probe.getsockname()[1]
 
@@ -134,16 +128,16 @@ def _address_of(name: str) -> str | None:
         return None
 
 
-def _tell(message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended, node: str) -> None:
+def _send(message: wire_protocol.Hello | wire_protocol.Refused | wire_protocol.Ended, node: str) -> None:
     sys.stderr.flush()
     try:
         os.write(2, wire_protocol.marked(message, node))
     except OSError:
-        sys.exit(1)  # nobody listens any more
+        sys.exit(1)  # the conductor is gone
 
 
 class Lifeline:
-    """Standard input as it was given to this process. The ranks get an empty one in its place."""
+    """The original standard input of this process. The ranks get an empty one in its place."""
 
     def __init__(self) -> None:
         self._fd = os.dup(0)
@@ -153,13 +147,13 @@ class Lifeline:
         self._received = b""
 
     def next_message(self, shape: type[T]) -> T | None:
-        """None when the conductor, or the connection to it, is gone, or sends something else."""
+        """Returns the next message; None if the conductor or the connection is gone, or sends something else."""
         while True:
             line, newline, rest = self._received.partition(b"\n")
             if newline:
                 self._received = rest
                 if not line:
-                    continue  # a sign of life
+                    continue  # a heartbeat
                 try:
                     return messages.decode(line, shape, "the connection to the host that has started this one")
                 except ForeignData as error:
@@ -171,8 +165,8 @@ class Lifeline:
                 return None
             self._received += received
 
-    def obey(self) -> None:
-        """Passes signals on, as if they had been sent here; the end of the line is one, too."""
+    def pass_signals(self) -> None:
+        """Passes the conductor's signals on to this process, and SIGTERM at the end of the lifeline."""
         while (message := self.next_message(wire_protocol.PassSignal)) is not None:
             os.kill(os.getpid(), message.signal)
         os.kill(os.getpid(), signal.SIGTERM)

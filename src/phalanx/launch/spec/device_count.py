@@ -17,7 +17,7 @@ from phalanx.system import cgroups
 def thread_setting(
     processes: int, environ: Mapping[str, str], bindings: Sequence[Sequence[int]] | None = None
 ) -> dict[str, str]:
-    """OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank.
+    """Returns OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank.
 
     ``bindings``: the CPUs of each rank; none gets more threads than CPUs.
     """
@@ -28,7 +28,7 @@ def thread_setting(
 
 
 def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """The CUDA GPUs a process would see, as CUDA_VISIBLE_DEVICES names them; local_rank counts within these."""
+    """Returns the GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them; local_rank is an index into these."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
@@ -36,12 +36,12 @@ def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[
 
 
 def gpu_numbers(dev: Path) -> list[int]:
-    """The numbers of the NVIDIA devices below ``dev``, as the driver gives them."""
+    """Returns the driver's numbers of the NVIDIA devices below ``dev``."""
     return sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
 
 
 def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
-    """What the launcher has chosen for the ranks; empty when that was not its choice."""
+    """Returns a text about the launcher's choice of threads; empty if it was not its choice."""
     count = environ.get("OMP_NUM_THREADS")
     if count == os.environ.get("OMP_NUM_THREADS"):
         return ""
@@ -54,7 +54,7 @@ def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
 def choose_gpus(
     asked: str, environ: Mapping[str, str], dev: Path = Path("/dev"), *, must_exist: bool = True
 ) -> tuple[str, ...]:
-    """``--devices 0,3``: numbers within what is visible, so that it composes with a scheduler's choice.
+    """Reads ``--devices 0,3``: indices into the visible GPUs, so that it composes with a scheduler's choice.
 
     ``must_exist``: they are GPUs of this machine.
     """
@@ -81,13 +81,13 @@ def choose_gpus(
 
 
 def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
-    """Those of AMD, of WSL2 and of a Jetson cannot be counted by their files."""
+    """Returns True if there is no GPU; those of AMD, WSL2 and Jetson exist, but cannot be counted by their files."""
     others = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
     return environ.get("CUDA_VISIBLE_DEVICES") is not None or not any((dev / name).exists() for name in others)
 
 
 def process_count(asked: str, gpus: tuple[str, ...]) -> int:
-    """``--nproc-per-node``: a number, or cpu, gpu, auto."""
+    """Reads ``--nproc-per-node``: a number, or cpu, gpu, auto."""
     if asked == "cpu":
         return cgroups.usable_cores()
     if asked == "gpu":

@@ -1,4 +1,4 @@
-"""The hosts of a run that one command starts: from a flag, a file or SLURM to a list. Nothing here connects."""
+"""The hosts of a run that one command starts: read from a flag, a file or SLURM. Nothing here connects to them."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def find_hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
-    """The machines that this command is to start; None when it is to start this one alone."""
+    """Returns the hosts that this command starts; None if it starts this machine alone."""
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise UsageError("--hosts and --hostfile contradict each other; give one of them.")
     if arguments.hosts is not None:
-        hosts, way = parse_hosts(arguments.hosts), "ssh"
+        hosts = parse_hosts(arguments.hosts)
     elif arguments.hostfile is not None:
-        hosts, way = read_hostfile(arguments.hostfile), "ssh"
+        hosts = read_hostfile(arguments.hostfile)
     else:
-        hosts, way = _allocated(arguments, environ), "srun"
+        hosts = _allocated(arguments, environ)
         if len(hosts) < 2:
             return None
-    if way == "ssh":
-        _check_flags(arguments, len(hosts))
-    return HostList(hosts, way, _words(arguments.ssh), _names(arguments.export))
+        return HostList(hosts, "srun", _words(arguments.ssh), _names(arguments.export))
+    _check_flags(arguments, len(hosts))
+    return HostList(hosts, "ssh", _words(arguments.ssh), _names(arguments.export))
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """``a:8,user@b:4,[fd00::7]:2,c``."""
+    """Reads ``a:8,user@b:4,[fd00::7]:2,c``."""
     parts = [part.strip() for part in text.split(",")]
     return _unique((parse_host(part, f"--hosts has {part!r}"), f"--hosts {text}") for part in parts)
 
 
 def parse_host(text: str, where: str) -> Host:
-    """``where`` begins the sentence of an error."""
+    """Reads one host; ``where`` begins the sentence of an error."""
     found = _HOST.fullmatch(text)
     if found is None or text.startswith("-") or ":" in (found["slots"] or ""):
         raise UsageError(f"{where}, which is no host; write name, name:8, user@name:8, or [fd00::7]:8 for IPv6.")
@@ -57,7 +57,7 @@ def parse_host(text: str, where: str) -> Host:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """A host a line: ``name``, ``name slots=8`` or ``name:8``; ``#`` begins a comment."""
+    """Reads one host per line: ``name``, ``name slots=8`` or ``name:8``; ``#`` begins a comment."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -106,7 +106,7 @@ def _unique(found: Iterable[tuple[Host, str]]) -> tuple[Host, ...]:
 
 
 def _check_flags(arguments: argparse.Namespace, count: int) -> None:
-    """What says how this machine meets the others has no place when one command starts them all."""
+    """Rejects flags that say how this machine meets the others: here one command starts them all."""
     if arguments.nnodes not in (None, str(count)):
         raise UsageError(f"--nnodes {arguments.nnodes}, but {count} host(s) are given; leave out --nnodes.")
     for flag, given in (
@@ -144,7 +144,7 @@ def _names(export: str) -> tuple[str, ...]:
 
 
 def is_here(host: Host) -> bool:
-    """Whether it is this very machine. Who gives a user wants to log in all the same."""
+    """Returns True for this very machine, unless a user is given, who then logs in."""
     own = socket.gethostname()
     if host.user is not None or host.name in ("localhost", own):
         return host.user is None
@@ -157,7 +157,7 @@ def is_here(host: Host) -> bool:
 
 
 def _allocated(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """The hosts of the allocation around this command, when it is to be spread over them."""
+    """Returns the hosts of the allocation around this command; none if a flag asks for this machine."""
     nodelist = environ.get("SLURM_JOB_NODELIST")
     asked = arguments.nnodes is not None or arguments.standalone or arguments.rdzv_endpoint or arguments.node_rank
     if not nodelist or asked or slurm.is_task(environ):
@@ -166,7 +166,7 @@ def _allocated(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tup
 
 
 def _expand(nodelist: str) -> list[str]:
-    """``gpu[01-03,7]`` and the like, by SLURM's own tool."""
+    """Expands ``gpu[01-03,7]`` and the like with SLURM's own tool."""
     if not re.search(r"[\[,]", nodelist):
         return [nodelist]
     instead = "name the hosts with -H, or give --standalone to use this machine alone"
@@ -179,6 +179,6 @@ def _expand(nodelist: str) -> list[str]:
         raise UsageError(f"`{shlex.join(command)}` has not answered for 30 s; {instead}.") from None
     names = done.stdout.split()
     if done.returncode != 0 or not names:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UsageError(f"`{shlex.join(command)}` failed ({said}); {instead}.")
+        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UsageError(f"`{shlex.join(command)}` failed ({reason}); {instead}.")
     return names

@@ -1,4 +1,4 @@
-"""What is to be started: frozen data that crosses process boundaries, and the arithmetic of ranks."""
+"""The specification of a run and of a worker: frozen records that cross process boundaries, and the ranks of a run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ START_METHODS = ("auto", "fork", "exec")
 NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 LAST_CALL = 10.0
 MOST_PROCESSES, MOST_NODES = 10_000, 100_000
-"""Of one node, and of a run. More is a slip of the keyboard, and would only fail later."""
-_LONGEST = 1e9
-"""Seconds; the kernel's own timers end a little later."""
+"""The most processes of a node, and nodes of a run. More is a typing error, and would only fail later."""
+_MOST_SECONDS = 1e9
+"""The kernel's own timers end a little later."""
 
 
 def check_processes(count: int, source: str) -> int:
-    """``count`` when one node can run so many; ``source`` names the flag or argument in the error."""
+    """Returns ``count`` if one node can run so many; ``source`` names the flag or argument in the error."""
     if not 1 <= count <= MOST_PROCESSES:
         raise UsageError(f"{source} is {count}; a node runs 1 to {MOST_PROCESSES} processes.")
     return count
 
 
 class Program(Record, frozen=True):
-    """What every worker runs."""
+    """The program that every worker runs."""
 
     kind: ProgramKind
     """A module is run by -m, a path by --run-path, a command by --no-python, a function by spawn."""
@@ -45,12 +45,12 @@ class Host(Record, frozen=True):
     name: str
     """As it was given, without user and brackets."""
     slots: int | None = None
-    """None: what --nproc-per-node says there."""
+    """None for --nproc-per-node."""
     user: str | None = None
 
     @property
     def target(self) -> str:
-        """As ssh takes it."""
+        """The host as ssh's argument."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
@@ -58,11 +58,10 @@ class HostList(Record, frozen=True):
     """All machines of a run that one command starts; the first has node rank 0."""
 
     hosts: tuple[Host, ...]
-    way: str = "ssh"
-    """``ssh`` or ``srun``."""
+    transport: Literal["ssh", "srun"] = "ssh"
     ssh: tuple[str, ...] = ("ssh",)
     export: tuple[str, ...] = ()
-    """Variables that are forwarded, beside those of forwarded_env.py."""
+    """Variables that are forwarded, beside those of transports.py."""
 
 
 class LaunchSpec(Record, frozen=True):
@@ -75,39 +74,39 @@ class LaunchSpec(Record, frozen=True):
     node_rank: int = 0
     master_addr: str = LOOPBACK
     master_port: int = 0
-    """0: a free one is taken."""
+    """0 for a free one."""
     interface: str | None = None
     """The network to the other nodes; None for the one that leads to the master."""
     local_addr: str | None = None
-    """This node's address on that network; None for the one it has."""
+    """This node's address on that network; None for its own."""
     rdzv_backend: str = "static"
-    """``static``: nodes have numbers from the start; ``c10d``: the master's address is where they meet and get them."""
+    """``static``: nodes have numbers from the start; ``c10d``: they get them when they meet at the master's address."""
     rdzv_timeout: float = 300.0
     last_call: float = LAST_CALL
     """Seconds to wait for more nodes when the fewest that are needed have come."""
     is_host: bool | None = None
-    """Whether this node serves the c10d meeting; None: when the address is one of its own."""
+    """This node serves the c10d rendezvous; None: if the address is one of its own."""
     secret_file: str | None = None
-    """What the nodes prove to each other that they belong together, when they are started one by one."""
+    """The file with the secret of the run, if its nodes are started one by one."""
     run_id: str = "none"
     role: str = "default"
     max_restarts: int = 0
     start_method: str = "auto"
     preload: tuple[str, ...] = ()
     backend: str = "auto"
-    """``auto`` or ``as-written``: whether a script that says gloo may get shm."""
+    """``auto``: a script that asks for gloo may get shm; ``as-written``: it may not."""
     shutdown_timeout: float = 10.0
     stall_after: float = 30.0
-    """Seconds without progress of any rank; 0: as long as they like."""
+    """Seconds without progress of any rank until it is a stall; 0 for no limit."""
     on_stall: str = "wait"
     """``wait`` or ``kill``."""
     devices: tuple[str, ...] | None = None
-    """What CUDA_VISIBLE_DEVICES will say; None leaves it as it is."""
+    """The value of CUDA_VISIBLE_DEVICES; None leaves it as it is."""
     virtual_local_rank: bool = False
     numa_binding: str | None = None
     """One of `NUMA_BINDINGS`."""
     cpus: tuple[tuple[int, ...], ...] | None = None
-    """The CPUs of each local rank, by ``numa_binding``; None: those of the launcher."""
+    """The CPUs of each local rank, by ``numa_binding``; None for those of the launcher."""
     signals: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     log_dir: str = "runs"
     redirects: Mapping[int, int] = {}
@@ -144,12 +143,12 @@ class LaunchSpec(Record, frozen=True):
             ("--rdzv-timeout", self.rdzv_timeout, "more than 0"),
             ("last_call_timeout of --rdzv-conf", self.last_call, "0 or more"),
         ):
-            if not 0 <= seconds <= _LONGEST or (allowed == "more than 0" and not seconds):  # nan is not either
+            if not 0 <= seconds <= _MOST_SECONDS or (allowed == "more than 0" and not seconds):  # nan is not either
                 raise UsageError(f"{flag} is {seconds:g}; give seconds, {allowed}.")
 
 
 class Placement(Record, frozen=True):
-    """Where one process stands among all; the words mean what torchrun means by them."""
+    """The numbers of one process among all; the names have torchrun's meaning."""
 
     rank: int
     local_rank: int
@@ -160,9 +159,9 @@ class Placement(Record, frozen=True):
 
 
 def placements(local_sizes: Sequence[int]) -> list[Placement]:
-    """Every process of a run, node by node; ``local_sizes[n]`` is the number of processes of node n.
+    """Returns every process of a run, node by node; ``local_sizes[n]`` is the number of processes of node n.
 
-    Ranks are dense and ordered by node: node 0 has 0 … local_sizes[0]-1, node 1 goes on from there.
+    Ranks are dense and ordered by node: node 0 has 0 … local_sizes[0]-1, node 1 continues from there.
     """
     world_size = sum(local_sizes)
     everyone: list[Placement] = []
@@ -173,23 +172,21 @@ def placements(local_sizes: Sequence[int]) -> list[Placement]:
 
 
 class WorkerSpec(Record, frozen=True):
-    """One process to start: what the zygote needs to know of it."""
+    """One process that the zygote starts."""
 
     rank: Rank
     local_rank: Rank
     program: Program
     environment: Mapping[str, str]
-    """The whole environment, not an addition to one."""
+    """The whole environment."""
     start_method: str = "auto"
     cpus: tuple[Count, ...] | None = None
-    """The CPUs that it may use; None: those of the zygote."""
+    """The CPUs that it may use; None for those of the zygote."""
 
     def argv(self) -> list[str]:
-        """sys.argv as the script will see it (for a module, Python fills in the file's path)."""
-        injected = []
-        if self.program.inject_local_rank:
-            injected = [f"{self.program.inject_local_rank}={self.local_rank}"]
-        return [self.program.target, *injected, *self.program.args]
+        """Returns sys.argv as the script sees it (for a module, Python fills in the file's path)."""
+        option = self.program.inject_local_rank
+        return [self.program.target, *([f"{option}={self.local_rank}"] if option else ()), *self.program.args]
 
 
 def worker_environment(
@@ -201,7 +198,7 @@ def worker_environment(
     run: str,
     interface: str | None = None,
 ) -> dict[str, str]:
-    """The environment of one worker: the launcher's own, and torchrun's variables."""
+    """Returns the environment of one worker: the launcher's own, and torchrun's variables."""
     address, port = master
     environment = dict(base)
     environment |= {
@@ -236,6 +233,6 @@ def worker_environment(
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
         environment.setdefault("NCCL_SOCKET_IFNAME", interface)
     if place.nnodes == 1:
-        # Nothing that listens may be reached from outside when nobody outside takes part.
+        # On one node nothing needs to be reached from outside.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment

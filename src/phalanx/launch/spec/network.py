@@ -1,4 +1,4 @@
-"""Which of this machine's networks leads to the others."""
+"""The network of this machine that leads to the other nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.system.ports import interface_addresses, is_loopback
 
 @dataclass(frozen=True)
 class Route:
-    """How this machine reaches the first node, and is reached by the others."""
+    """The route of this machine to the first node, and its address for the others."""
 
     master: str
     """The first node's address."""
@@ -22,7 +22,7 @@ class Route:
 
 
 def find_route(master: str, interface: str | None = None, local_addr: str | None = None) -> Route:
-    """By asking the kernel which way a packet to the master would take; nothing is sent."""
+    """Asks the kernel for the route of a packet to the master; nothing is sent."""
     target = resolve(master, "the master's name")
     if local_addr is not None:
         address = resolve(local_addr, "--local-addr")
@@ -34,13 +34,12 @@ def find_route(master: str, interface: str | None = None, local_addr: str | None
 
 
 def resolve(host: str, what: str) -> str:
-    """The address behind a name. One of loopback is none for other machines."""
+    """Returns the address of a host, which must not be loopback; ``what`` begins the error."""
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+        addresses = _addresses(host)
     except (socket.gaierror, UnicodeError) as error:
         why = error.strerror if isinstance(error, socket.gaierror) else "it is not a valid host name"
         raise UsageError(f"{what} {host!r} cannot be resolved ({why}); give its address.") from None
-    addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         if not is_loopback(address):
             return address
@@ -51,18 +50,20 @@ def resolve(host: str, what: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether it belongs to one of this machine's interfaces."""
+    """Returns True for an address of one of this machine's interfaces."""
     return address in {found for addresses in interface_addresses().values() for found in addresses}
 
 
 def leads_here(name: str) -> bool:
-    """Whether a name or address is this machine's own. One that cannot be resolved is not."""
+    """Returns True for a name or address of this machine, False for one that cannot be resolved."""
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_UNSPEC, socket.SOCK_STREAM)
+        return any(is_loopback(address) or is_own(address) for address in _addresses(name))
     except (socket.gaierror, UnicodeError):
         return False
-    addresses = [str(entry[4][0]) for entry in found]
-    return any(is_loopback(address) or is_own(address) for address in addresses)
+
+
+def _addresses(host: str) -> list[str]:
+    return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)]
 
 
 def _own_address_towards(target: str, name: str) -> str:

@@ -23,7 +23,7 @@ def bindings(
     system: Path = Path("/sys"),
     dev: Path = Path("/dev"),
 ) -> tuple[tuple[int, ...], ...] | None:
-    """The CPUs of each local rank; None on a machine whose kernel knows no NUMA nodes.
+    """Returns the CPUs of each local rank; None on a machine whose kernel knows no NUMA nodes.
 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES names them; rank N has the Nth. Without any, the ranks are spread over the nodes.
@@ -41,7 +41,7 @@ def bindings(
 
 
 def _homes(ranks: int, gpus: Sequence[str], nodes: Nodes, system: Path, dev: Path) -> list[int]:
-    """The NUMA node of each rank. GPUs without a rank count too: torch leaves them their share of the cores."""
+    """Returns the NUMA node of each rank. GPUs without a rank count too: torch leaves them their share of the cores."""
     order = sorted(nodes)
     if len(order) == 1:
         return order * max(ranks, len(gpus))
@@ -58,7 +58,7 @@ def _homes(ranks: int, gpus: Sequence[str], nodes: Nodes, system: Path, dev: Pat
 
 
 def _choose(mode: str, nodes: Nodes, home: int, position: int, count: int, system: Path) -> Iterable[int]:
-    """For the rank at ``position`` of the ``count`` that have this node."""
+    """Returns the CPUs of the rank at ``position`` among the ``count`` ranks of this node."""
     cpus = nodes[home]
     if mode == "socket":
         socket = _socket(system, min(cpus))
@@ -91,7 +91,7 @@ def _grouped(cpus: Iterable[int], key: Callable[[int], int]) -> dict[int, set[in
 
 
 def gpu_nodes(gpus: Sequence[str], system: Path, dev: Path) -> list[int]:
-    """The NUMA node of each GPU. GPUs are numbered in the order of their PCI addresses."""
+    """Returns the NUMA node of each GPU. GPUs are numbered in the order of their PCI addresses."""
     listed = (system / "bus/pci/devices").glob("*")
     paths = sorted(path for path in listed if _is_gpu(path))
     # /sys shows a container all GPUs of the machine, /dev its own.
@@ -131,12 +131,12 @@ def _socket(system: Path, cpu: int) -> int:
 
 
 def _core(system: Path, cpu: int) -> int:
-    """The first CPU of its physical core stands for the core."""
+    """Returns the first CPU of the same physical core, as the number of the core."""
     return min(_numbers(_text(_cpu(system, cpu) / "topology/thread_siblings_list")), default=cpu)
 
 
 def _cache(system: Path, cpu: int) -> int:
-    """The first CPU below the same last cache stands for the cache."""
+    """Returns the first CPU with the same last-level cache, as the number of the cache."""
     levels = {}
     for path in (_cpu(system, cpu) / "cache").glob("index[0-9]*"):
         if _text(path / "type") in ("Unified", "Data"):
@@ -145,7 +145,7 @@ def _cache(system: Path, cpu: int) -> int:
 
 
 def _numbers(text: str) -> set[int]:
-    """``0-2,7``."""
+    """Reads ``0-2,7``."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -154,7 +154,7 @@ def _numbers(text: str) -> set[int]:
 
 
 def _text(path: Path) -> str:
-    """Empty where the kernel does not have it."""
+    """Returns an empty text for a file that the kernel does not have."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What can be known of a program before it is started."""
+"""Checks of a program before it is started, and what it is likely to import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAVES = "Checkpointer(", "distributed.checkpoint"
 
 
 def check(spec: LaunchSpec) -> None:
-    """What would fail on every rank is said once, before anything starts."""
+    """Raises once, before anything starts, what would fail on every rank."""
     program = spec.program
     if program.kind in ("script", "path"):
         _check_readable(program.target)
@@ -38,7 +38,7 @@ def _check_readable(script: str) -> None:
 
 
 def script_directory(spec: LaunchSpec) -> str | None:
-    """What will stand first on the workers' sys.path."""
+    """Returns the first entry of the workers' sys.path."""
     if spec.program.kind == "module":
         return str(Path.cwd())
     if spec.program.kind == "script":
@@ -48,9 +48,9 @@ def script_directory(spec: LaunchSpec) -> str | None:
 
 
 def late_imports(spec: LaunchSpec) -> tuple[str, ...]:
-    """What would be imported late, in every rank, when a model is wrapped or saved: better once, before the fork.
+    """Returns modules that every rank would import when it wraps or saves a model: better once, before the fork.
 
-    A look at the script's text decides. A wrong guess costs a second or two, and nothing else.
+    The script's text decides. A wrong guess costs a second or two, and nothing else.
     """
     if spec.nproc_per_node == 1 or spec.program.kind != "script":
         return ()
