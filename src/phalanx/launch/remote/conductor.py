@@ -60,7 +60,6 @@ class _Conductor:
         self._loop = EventLoop((*spec.signals, "SIGCHLD"))
         self._connections: list[HostConnection] = []
         self._signalled: list[int] = []
-        self._shown: set[str] = set()
         self._verdict: str | None = None
         self._has_cause = False
         self._exit_code = 0
@@ -226,9 +225,8 @@ class _Conductor:
         elif topic == "cause" and not self._has_cause and self._verdict is None:
             self._has_cause = True
             self._print(text)
-        elif (topic == "" or (topic == "signal" and self._signalled)) and text not in self._shown:
-            self._shown.add(text)
-            self._print(text)
+        elif topic == "" or (topic == "signal" and self._signalled):
+            self._lines.say_once(text)
 
     def _print_verdict(self) -> None:
         if self._verdict is not None:
