@@ -30,7 +30,8 @@ _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
 # Files of tests with limits of about a second. `make test` runs those one after the other, and the rest beside each
-# other. Tests of these files that have no such limit are marked `in_company`; of other files, those that have, `alone`.
+# other. Tests of these files that have no such limit are marked `beside_others`; tests of other files that have one,
+# `alone`.
 _ALONE = ("faults/test_faults.py", "faults/test_shm", "faults/test_stalls.py", "faults/test_stragglers.py")
 
 
@@ -38,7 +39,7 @@ _ALONE = ("faults/test_faults.py", "faults/test_shm", "faults/test_stalls.py", "
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> Generator[None, None, None]:
     for item in items:
         path = item.path.relative_to(REPOSITORY / "tests").as_posix()
-        if path.startswith(_ALONE) and item.get_closest_marker("in_company") is None:
+        if path.startswith(_ALONE) and item.get_closest_marker("beside_others") is None:
             item.add_marker("alone")
         if "/test_shm" in path and (reason := torch_compat.why_no_shm()):
             item.add_marker(pytest.mark.skip(reason=reason))
@@ -69,7 +70,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """Not when this file is imported: the ranks of a test import it too, with the test's module."""
     config.addinivalue_line("markers", "alone: has limits of time, so nothing else should run beside it")
-    config.addinivalue_line("markers", "in_company: has no limits of time, although most tests of its file do")
+    config.addinivalue_line("markers", "beside_others: has no limits of time, although most tests of its file do")
     config.addinivalue_line("markers", "long: takes tens of seconds, so it is started first")
     if "PYTEST_XDIST_WORKER" in os.environ:
         global _is_shared_memory_ours

@@ -41,8 +41,8 @@ def make(rank: int, seed: int, count: int, directory: str) -> tuple[int, list[st
     ]:
         del os.environ[name]
     signal.signal(signal.SIGALRM, _too_long)
-    dice = random.Random(seed)
-    found = [problem for problem in (_call(dice) for _ in range(count)) if problem is not None]
+    rng = random.Random(seed)
+    found = [problem for problem in (_call(rng) for _ in range(count)) if problem is not None]
     return count, found
 
 
@@ -50,12 +50,12 @@ def _too_long(*_: Any) -> None:
     raise AssertionError(f"still busy after {LONGEST} s")
 
 
-def _call(dice: random.Random) -> str | None:
+def _call(rng: random.Random) -> str | None:
     import torch.distributed as dist
 
     import phalanx as px
 
-    name, function, arguments = _choose(dice)
+    name, function, arguments = _choose(rng)
     signal.alarm(LONGEST)
     try:
         result = function(**arguments)
@@ -75,7 +75,7 @@ def _call(dice: random.Random) -> str | None:
     return None
 
 
-def _choose(dice: random.Random) -> tuple[str, Any, dict[str, Any]]:
+def _choose(rng: random.Random) -> tuple[str, Any, dict[str, Any]]:
     """A function, and one or two of its arguments with values of any kind; the others are right."""
     import torch
     from torch import nn
@@ -117,7 +117,7 @@ def _choose(dice: random.Random) -> tuple[str, Any, dict[str, Any]]:
         "compute_metrics": (px.compute_metrics, ("loss",)),
         "main_only": (lambda function=print: px.main_only(function), ("function",)),
     }
-    name = dice.choice(list(choices))
+    name = rng.choice(list(choices))
     function, names = choices[name]
-    chosen = dice.sample(names, min(len(names), dice.choice((1, 1, 2))))
-    return name, function, {each: dice.choice(VALUES) for each in chosen}
+    chosen = rng.sample(names, min(len(names), rng.choice((1, 1, 2))))
+    return name, function, {each: rng.choice(VALUES) for each in chosen}

@@ -110,60 +110,60 @@ def prepare(directory: Path) -> None:
 
 def make(seed: int, count: int) -> list[Line]:
     """``count`` lines; a longer list begins with the shorter one."""
-    dice = random.Random(seed)
-    return [_line(dice) for _ in range(count)]
+    rng = random.Random(seed)
+    return [_line(rng) for _ in range(count)]
 
 
-def _line(dice: random.Random) -> Line:
-    kind = dice.random()
+def _line(rng: random.Random) -> Line:
+    kind = rng.random()
     if kind < 0.75:
-        environ = _environ(dice)
-        return Line(("run", *_flags(dice), *_program(dice)), environ)
+        environ = _environ(rng)
+        return Line(("run", *_flags(rng), *_program(rng)), environ)
     if kind < 0.95:
-        words = dice.choice(OTHERS).split()
+        words = rng.choice(OTHERS).split()
         # What would really measure or look for seconds gets a flag that does not exist.
         words += ["--wrong"] if words[0] in ("doctor", "bench") else []
-        return Line((*words, *(_path(dice) for _ in range(dice.randint(0, 3)))), {})
-    return Line(tuple(dice.choice(ODD) for _ in range(dice.randint(0, 3))), {})
+        return Line((*words, *(_path(rng) for _ in range(rng.randint(0, 3)))), {})
+    return Line(tuple(rng.choice(ODD) for _ in range(rng.randint(0, 3))), {})
 
 
-def _flags(dice: random.Random) -> list[str]:
+def _flags(rng: random.Random) -> list[str]:
     words: list[str] = []
-    for _ in range(dice.choice((0, 1, 1, 2, 2, 3, 5))):
-        if dice.random() < 0.2:
-            words.append(dice.choice([*SWITCHES, "--wrong", "-m", "-np", "--logs-specs"]))
+    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 5))):
+        if rng.random() < 0.2:
+            words.append(rng.choice([*SWITCHES, "--wrong", "-m", "-np", "--logs-specs"]))
             continue
-        flag = dice.choice(VALUED)
-        name = flag.name if dice.random() < 0.7 else "--" + flag.name[2:].replace("-", "_")
-        value = _value(dice, flag)
-        words += [f"{name}={value}"] if dice.random() < 0.5 else [name, value]
+        flag = rng.choice(VALUED)
+        name = flag.name if rng.random() < 0.7 else "--" + flag.name[2:].replace("-", "_")
+        value = _value(rng, flag)
+        words += [f"{name}={value}"] if rng.random() < 0.5 else [name, value]
     return words
 
 
-def _value(dice: random.Random, flag: flags.Flag) -> str:
-    if dice.random() < 0.5 and flag.name in GOOD:
-        return dice.choice(GOOD[flag.name])
-    if flag.type in (int, float) and dice.random() < 0.7:
-        return dice.choice(NUMBERS)
-    return dice.choice(dice.choice((NUMBERS, NAMES, ODD, LISTS)))
+def _value(rng: random.Random, flag: flags.Flag) -> str:
+    if rng.random() < 0.5 and flag.name in GOOD:
+        return rng.choice(GOOD[flag.name])
+    if flag.type in (int, float) and rng.random() < 0.7:
+        return rng.choice(NUMBERS)
+    return rng.choice(rng.choice((NUMBERS, NAMES, ODD, LISTS)))
 
 
-def _program(dice: random.Random) -> list[str]:
-    if dice.random() < 0.05:
+def _program(rng: random.Random) -> list[str]:
+    if rng.random() < 0.05:
         return []
-    return [dice.choice(SCRIPTS) if dice.random() < 0.9 else dice.choice(ODD), *dice.sample(ODD, dice.randint(0, 2))]
+    return [rng.choice(SCRIPTS) if rng.random() < 0.9 else rng.choice(ODD), *rng.sample(ODD, rng.randint(0, 2))]
 
 
-def _path(dice: random.Random) -> str:
-    if dice.random() < 0.5:
-        return f"runs/2026-{dice.randint(0, 7)}"
-    return dice.choice(("--json", "--seconds", "--stacks", "--step", *SCRIPTS, *ODD, *NUMBERS))
+def _path(rng: random.Random) -> str:
+    if rng.random() < 0.5:
+        return f"runs/2026-{rng.randint(0, 7)}"
+    return rng.choice(("--json", "--seconds", "--stacks", "--step", *SCRIPTS, *ODD, *NUMBERS))
 
 
-def _environ(dice: random.Random) -> dict[str, str]:
-    if dice.random() < 0.6:
+def _environ(rng: random.Random) -> dict[str, str]:
+    if rng.random() < 0.6:
         return {}
-    flag = dice.choice([flag for group in flags.TABLE.values() for flag in group])
-    name = dice.choice((flag.variable, flag.variable, *VARIABLES))
-    value = dice.choice(("0", "1", "maybe", *GOOD.get(flag.name, ()), dice.choice(NUMBERS), dice.choice(ODD)))
+    flag = rng.choice([flag for group in flags.TABLE.values() for flag in group])
+    name = rng.choice((flag.variable, flag.variable, *VARIABLES))
+    value = rng.choice(("0", "1", "maybe", *GOOD.get(flag.name, ()), rng.choice(NUMBERS), rng.choice(ODD)))
     return {name: value}

@@ -25,7 +25,7 @@ LIMIT_MIB = 800
 
 
 class Job:
-    """A run of its own in a directory of its own, which may have company."""
+    """A run of its own in a directory of its own, which may run beside others."""
 
     def __init__(self, directory: Path, script: str, *flags: str, within: tuple[str, ...] = (), args: str = "") -> None:
         directory.mkdir()

@@ -241,7 +241,7 @@ def test_killed_at_random_moments(run_ranks: RunRanks, tmp_path: Path) -> None:
     def kill(_: int, directory: Path) -> tuple[int, int, int]:
         torch.set_num_threads(1)
         path = directory / "kept"
-        dice = random.Random(7)
+        rng = random.Random(7)
         attempt = Attempt(path, 2, _MOMENTS, lambda *given: _save_on(*given, steps=5))
         attempt.await_word()
         started = time.monotonic()
@@ -250,15 +250,15 @@ def test_killed_at_random_moments(run_ranks: RunRanks, tmp_path: Path) -> None:
         last, unfinished = attempt.told(), 0
         assert last == 5
         for moment in range(_MOMENTS):
-            size = dice.choice((1, 2))
+            size = rng.choice((1, 2))
             attempt = Attempt(path, size, moment, _save_on)
-            if dice.random() < 0.85:  # the others are killed while they begin
+            if rng.random() < 0.85:  # the others are killed while they begin
                 attempt.await_word()
-            time.sleep(dice.uniform(0.0, 2 * one_save))
-            victims = dice.sample(range(size), dice.randint(1, size))
+            time.sleep(rng.uniform(0.0, 2 * one_save))
+            victims = rng.sample(range(size), rng.randint(1, size))
             attempt.kill(*victims)
             if len(victims) < size:  # the launcher ends the others, a little later
-                time.sleep(dice.uniform(0.0, one_save))
+                time.sleep(rng.uniform(0.0, one_save))
                 attempt.kill(*set(range(size)) - set(victims))
             attempt.wait()
             unfinished += any(".tmp-" in each.name for each in path.glob("step-*"))

@@ -186,7 +186,7 @@ def test_agent_and_zygote_are_killed_together(script, tmp_path: Path) -> None:
     check_gone_in_a_second(before)
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_the_zygote_is_killed(script, tmp_path: Path) -> None:
     agent = start("-m", "phalanx", "run", "--nproc-per-node", "2", script(STUBBORN), cwd=tmp_path)
     processes_when_up(agent)
@@ -198,7 +198,7 @@ def test_the_zygote_is_killed(script, tmp_path: Path) -> None:
     assert len(told(err)) == 2
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_grandchild_that_stays_behind_is_ended_with_the_run(phalanx: Runner, script) -> None:
     name = script(
         """
@@ -263,7 +263,7 @@ def test_ctrl_c_while_a_rank_is_blocked_and_another_cleans_up(script, tmp_path: 
     assert (tmp_path / "saved-1").exists()
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_script_that_closes_what_is_not_its_own(phalanx: Runner, script, tmp_path: Path) -> None:
     """As programs do that become daemons. What we would have told goes neither into its files nor to nowhere."""
     name = script(
@@ -356,7 +356,7 @@ def test_a_survivor_ignores_sigterm(phalanx: Runner, script, tmp_path: Path) -> 
     assert 1.0 <= fault_to_end(tmp_path) <= 2.5
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_ctrl_c_while_the_ranks_are_being_started(script, tmp_path: Path) -> None:
     """Those that are on their way when the signal comes are told as well; those that are not yet are called off."""
     name = script("import time; print('up', flush=True); time.sleep(60)")
@@ -371,7 +371,7 @@ def test_ctrl_c_while_the_ranks_are_being_started(script, tmp_path: Path) -> Non
     assert time.monotonic() - began < 7.0
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_sigterm_to_every_process_leaves_time_to_save(script, tmp_path: Path) -> None:
     """As a batch system does it at the end of a job's time."""
     name = script(
@@ -396,14 +396,14 @@ def test_sigterm_to_every_process_leaves_time_to_save(script, tmp_path: Path) ->
     assert (tmp_path / "saved").exists()
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_hundred_and_fifty_processes(phalanx: Runner) -> None:
     outcome = phalanx("run", "--nproc-per-node", "150", "--no-python", "sh", "-c", "echo $RANK")
     assert outcome.code == 0, outcome.err
     assert sorted(int(line.rpartition(" ")[2]) for line in outcome.lines) == list(range(150))
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_the_block_is_seen_when_nobody_reads_the_output(script, tmp_path: Path) -> None:
     name = script("print('a')\nprint('b')\nraise ValueError('seen')")
     agent = start("-m", "phalanx", "run", *WITHOUT_TORCH, name, cwd=tmp_path)
@@ -415,7 +415,7 @@ def test_the_block_is_seen_when_nobody_reads_the_output(script, tmp_path: Path) 
     assert agent.wait(timeout=10) == 1
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_nohup_is_respected(script, tmp_path: Path) -> None:
     name = script("import time; print('up', flush=True); time.sleep(1); print('finished')")
     ignore = (
@@ -429,7 +429,7 @@ def test_nohup_is_respected(script, tmp_path: Path) -> None:
     assert (agent.returncode, out) == (0, "finished\n")
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_an_interrupt_before_anything_has_started(script, tmp_path: Path) -> None:
     agent = start("-m", "phalanx", "run", "--nproc-per-node", "2", script("print('no')"), cwd=tmp_path)
     assert agent.stderr is not None
@@ -466,7 +466,7 @@ dist.destroy_process_group()
 )
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_ten_restarts_in_one_run(phalanx: Runner, script) -> None:
     """No restart meets a key of the attempt before: each joins, trains and fails where it should."""
     outcome = phalanx("run", "--nproc-per-node", "4", "--max-restarts", "10", script(RESTART), "10", timeout=120)
@@ -478,7 +478,7 @@ def test_ten_restarts_in_one_run(phalanx: Runner, script) -> None:
     assert "rank 1 failed: SIGKILL" in restarts[1]
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_restarts_run_out(phalanx: Runner, script) -> None:
     name = script(
         """
@@ -498,7 +498,7 @@ def test_restarts_run_out(phalanx: Runner, script) -> None:
     assert "attempt 2" in block[1]
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_crash_loop_ends(phalanx: Runner, script) -> None:
     """Whatever number of restarts is left: the fifth failure of one kind within seconds is the last."""
     name = script("import os; print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT']); raise OSError('no disk')")
@@ -510,7 +510,7 @@ def test_a_crash_loop_ends(phalanx: Runner, script) -> None:
     assert outcome.complaint[0].startswith("phalanx: rank 0 failed: OSError: no disk")
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_kills_of_different_ranks_are_no_crash_loop(phalanx: Runner, script) -> None:
     name = script(
         """
@@ -528,7 +528,7 @@ def test_kills_of_different_ranks_are_no_crash_loop(phalanx: Runner, script) -> 
     assert sorted(outcome.lines) == ["[rank 0] attempt 6", "[rank 1] attempt 6"]
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_the_old_attempt_is_gone_before_the_next_starts(phalanx: Runner, script) -> None:
     name = script(
         """
@@ -545,7 +545,7 @@ def test_the_old_attempt_is_gone_before_the_next_starts(phalanx: Runner, script)
     assert outcome.out == "left over: False\n"
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_slow_clean_up_after_the_exception(phalanx: Runner, script) -> None:
     """The others lose their connection first and say so; the cause is still the rank that raised."""
     name = script(
@@ -568,7 +568,7 @@ finally:
     assert "ranks 0, 1, 3 fell with it" in "".join(block)
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_rank_that_leaves_early_is_mentioned(phalanx: Runner, script) -> None:
     name = script(HEADER + "\nif rank == 1:\n    sys.exit(0)\nfor _ in range(100):\n    step()\n")
     outcome = phalanx("run", "--nproc-per-node", "2", "--shutdown-timeout", "2", name)
@@ -577,7 +577,7 @@ def test_a_rank_that_leaves_early_is_mentioned(phalanx: Runner, script) -> None:
     assert "rank 1 ended normally meanwhile" in text
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_sys_exit_with_a_code_names_the_line(phalanx: Runner, script) -> None:
     name = script(WITHOUT_TORCH_HEADER + "\nif rank == 1:\n    sys.exit(3)\nstep()\n")
     outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", name)
@@ -587,7 +587,7 @@ def test_sys_exit_with_a_code_names_the_line(phalanx: Runner, script) -> None:
     assert any("train.py:7: sys.exit(3)" in line for line in block)
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_an_error_in_the_script_itself(phalanx: Runner, script) -> None:
     outcome = phalanx("run", *WITHOUT_TORCH, "--nproc-per-node", "2", script("import os\ndef f(:\n"))
     block = block_of(outcome)
@@ -595,7 +595,7 @@ def test_an_error_in_the_script_itself(phalanx: Runner, script) -> None:
     assert any("train.py:2" in line for line in block)
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_missing_things_are_said_before_the_start(phalanx: Runner, script, tmp_path: Path) -> None:
     for arguments, text in (
         (["nothing.py"], "the script nothing.py does not exist"),
@@ -611,7 +611,7 @@ def test_missing_things_are_said_before_the_start(phalanx: Runner, script, tmp_p
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_full_disk_ends_the_log_and_not_the_run(phalanx: Runner, script, tmp_path: Path) -> None:
     """A file system of 128 KiB for the run directory."""
     small = tmp_path / "small"

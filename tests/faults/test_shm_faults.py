@@ -61,7 +61,7 @@ MISMATCHES: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 @pytest.mark.parametrize("kind", MISMATCHES)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_mismatch(kind: str, asynchronous: bool, run_ranks: RunRanks) -> None:
@@ -222,7 +222,7 @@ def test_an_interrupt_ends_a_wait_at_once(run_ranks: RunRanks) -> None:
     expect_an_interrupt(run_ranks(interrupt_a_wait, 2, backend="shm"))
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_signal_handler_that_does_not_raise_disturbs_nothing(run_ranks: RunRanks) -> None:
     def check(world: World) -> tuple[int, list[float]]:
         seen = []
@@ -242,7 +242,7 @@ def test_a_signal_handler_that_does_not_raise_disturbs_nothing(run_ranks: RunRan
         assert values == [1.0]
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_forked_child_has_no_place_in_the_group(run_ranks: RunRanks) -> None:
     def check(world: World) -> int:
         pid = os.fork()

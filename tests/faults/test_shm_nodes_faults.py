@@ -28,7 +28,7 @@ from tests.ranks.test_shm_nodes import Place, RunRanks, join_from, on_nodes
 # ---- ranks that disagree
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_mismatches(run_ranks: RunRanks) -> None:
     """Between two nodes of one rank; each in a world of its own, for it breaks it."""
     kinds = ("operation", "operator", "size", "split")
@@ -53,7 +53,7 @@ def test_mismatches(run_ranks: RunRanks) -> None:
             assert seconds < 5
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_a_mismatch_is_known_on_every_node(run_ranks: RunRanks) -> None:
     culprits = (1, 2)
 
@@ -92,7 +92,7 @@ def lose_a_rank(world: World, victim: int, how: str) -> tuple[str, str, float]:
     small, large = torch.ones(1), torch.ones(300_000)
     dist.all_reduce(small)
     dist.all_reduce(large)
-    if how == "on the rails" and world.rank == victim:
+    if how == "across nodes" and world.rank == victim:
         from phalanx.shm.hierarchical import gloo_groups
 
         gloo_groups.GlooGroup.all_reduce = lambda *_: die()  # type: ignore
@@ -115,7 +115,7 @@ def lose_a_rank(world: World, victim: int, how: str) -> tuple[str, str, float]:
     return result
 
 
-KILLS = [(0, "on the rails"), (1, "async"), (2, "small"), (3, "gather")]
+KILLS = [(0, "across nodes"), (1, "async"), (2, "small"), (3, "gather")]
 
 
 @pytest.mark.parametrize(("victim", "how"), KILLS)
@@ -131,10 +131,10 @@ def test_a_killed_rank(victim: int, how: str) -> None:
         assert seconds < 0.3 + 2.0
 
 
-@pytest.mark.in_company
+@pytest.mark.beside_others
 def test_the_only_rank_of_a_node_is_killed() -> None:
     """Nobody is left there to say who it was."""
-    results = lose(lose_a_rank, (0, 1, 1, 2), 3, "on the rails")
+    results = lose(lose_a_rank, (0, 1, 1, 2), 3, "across nodes")
     assert sorted(results) == [0, 1, 2]
     for name, message, _ in results.values():
         assert name == "PeerLost"

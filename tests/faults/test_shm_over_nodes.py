@@ -18,7 +18,7 @@ import pytest
 from phalanx.testing import VirtualNodes, virtual_nodes
 from tests.faults.test_many_nodes import at, await_line
 
-pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root"), pytest.mark.in_company]
+pytestmark = [pytest.mark.skipif(os.geteuid() != 0, reason="virtual nodes need root"), pytest.mark.beside_others]
 
 TRAIN = """
 import json, os, psutil, signal, torch, torch.distributed as dist, phalanx as px
@@ -49,7 +49,7 @@ def differences(world):
     gloo = dist.new_group(backend="gloo", pg_options=dist.ProcessGroupGloo._Options())
     assert type(gloo) is dist.ProcessGroup
     for name, group in (("world", dist.group.WORLD), ("gloo", gloo)):
-        # Buckets of 0.1 MB: some are sent by the leaders at once, some over the rails.
+        # Buckets of 0.1 MB: some are sent by the leaders at once, some by each rank to its peers.
         wrapped = DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.1)
         found[name] = train(wrapped, data[:, world.rank])
     return [(found["world"] - other).abs().max().item() for other in (alone, found["gloo"])]

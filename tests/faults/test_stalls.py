@@ -228,7 +228,7 @@ GLOO_ALONE = ["branch", "sizes"]
 ONCE = ["exit", "database", "file", "native"]  # the backend has no part in these
 ON_SHM = [case for case in VERDICTS if case not in GLOO_ALONE]
 ON_GLOO = [case for case in VERDICTS if case not in ONCE]
-PATIENT = """
+SLOW = """
 import io, sys, time, torch, torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 dist.init_process_group("gloo")
@@ -274,7 +274,7 @@ print("through", flush=True)
 UNSEEN = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-for index in range(20):     # longer than the patience, and nothing but collectives
+for index in range(20):     # longer than --stall-after, and nothing but collectives
     dist.all_reduce(torch.ones(3))
     time.sleep(0.3)
 print("through", flush=True)
@@ -318,17 +318,17 @@ class Run:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     place = tmp_path_factory.mktemp("stalls")
     gloo, kills = ("--backend", "as-written"), ("--stall-after", "1", "--on-stall", "kill", "--max-restarts")
-    patient = ("--stall-after", "2", "--on-stall", "kill")
+    kill_after_two = ("--stall-after", "2", "--on-stall", "kill")
     found = {
         "shm": Run(place, "shm", CASES, *kills, str(len(ON_SHM) - 1), arguments=ON_SHM),
         "gloo": Run(place, "gloo", CASES, *gloo, *kills, str(len(ON_GLOO) - 1), arguments=ON_GLOO),
-        "patient on shm": Run(place, "patient on shm", PATIENT, *patient),
-        "patient on gloo": Run(place, "patient on gloo", PATIENT, *gloo, *patient),
+        "slow on shm": Run(place, "slow on shm", SLOW, *kill_after_two),
+        "slow on gloo": Run(place, "slow on gloo", SLOW, *gloo, *kill_after_two),
         "resumes": Run(place, "resumes", RESUMES, "--stall-after", "1.5", arguments=["4"]),
         "gives up on shm": Run(place, "gives up on shm", RESUMES, "--stall-after", "1", arguments=["60", "6"]),
         "gives up on gloo": Run(place, "gives up on gloo", RESUMES, *gloo, "--stall-after", "1", arguments=["60", "6"]),
         "off": Run(place, "off", RESUMES, "--stall-after", "0", "--on-stall", "kill", arguments=["4"]),
-        "unseen": Run(place, "unseen", UNSEEN, *gloo, *patient, TORCH_FR_BUFFER_SIZE="0"),
+        "unseen": Run(place, "unseen", UNSEEN, *gloo, *kill_after_two, TORCH_FR_BUFFER_SIZE="0"),
     }
     for run in found.values():
         run.end()
@@ -389,7 +389,7 @@ def test_a_hang_that_is_ended_is_a_failure_with_a_cause(runs: dict[str, Run], ba
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_what_only_takes_long_is_left_alone(runs: dict[str, Run], backend: str) -> None:
-    run = runs[f"patient on {backend}"]
+    run = runs[f"slow on {backend}"]
     assert (run.code, run.out.count("through")) == (0, 2), run.err
     assert "progress" not in run.err
 

@@ -42,10 +42,10 @@ while True:
 # Who answers at each of the addresses, or what became of it.
 ASK = """
 import socket, sys
-patience, *addresses = sys.argv[1:]
+timeout, *addresses = sys.argv[1:]
 for address in addresses:
     try:
-        with socket.create_connection((address, 5000), timeout=float(patience)) as connection:
+        with socket.create_connection((address, 5000), timeout=float(timeout)) as connection:
             print(connection.recv(100).decode())
     except OSError as error:
         print(type(error).__name__)
@@ -87,8 +87,8 @@ def go_on(program: subprocess.Popen[str], word: str = "") -> None:
     program.stdin.flush()
 
 
-def ask(node: Node, *others: Node, patience: float = 10.0) -> list[str]:
-    return node.run([*BARE, ASK, str(patience), *(other.address for other in others)], check=True).stdout.split()
+def ask(node: Node, *others: Node, timeout: float = 10.0) -> list[str]:
+    return node.run([*BARE, ASK, str(timeout), *(other.address for other in others)], check=True).stdout.split()
 
 
 class Gossip:
@@ -184,12 +184,12 @@ def test_two_networks_at_once() -> None:
 def test_cut_and_restore() -> None:
     with virtual_nodes(3) as nodes, running(nodes[1], ECHO), running(nodes[2], ECHO):
         # Whoever has to look for a neighbour shall give up at once: nobody may have to.
-        impatient = "cd /proc/sys/net/ipv4/neigh/eth0; echo 1 > mcast_solicit; echo 10 > retrans_time_ms"
+        quick_to_give_up = "cd /proc/sys/net/ipv4/neigh/eth0; echo 1 > mcast_solicit; echo 10 > retrans_time_ms"
         for node in nodes:
-            node.run(["sh", "-c", impatient], check=True)
+            node.run(["sh", "-c", quick_to_give_up], check=True)
         nodes.cut(1)
-        assert ask(nodes[0], nodes[1], patience=0.3) == ["TimeoutError"]
-        assert ask(nodes[1], nodes[2], patience=0.3) == ["TimeoutError"]
+        assert ask(nodes[0], nodes[1], timeout=0.3) == ["TimeoutError"]
+        assert ask(nodes[1], nodes[2], timeout=0.3) == ["TimeoutError"]
         assert ask(nodes[0], nodes[2]) == ["node2"]
         assert ask(nodes[1], nodes[1]) == ["node1"]
         nodes.cut(1)
@@ -317,7 +317,7 @@ time.sleep(1000)
             assert marked_processes() - before == {program.pid}
             assert program.stdout
             assert program.stdout.readline() == "nothing\n"
-        assert ask(nodes[0], nodes[1], patience=0.3) == ["TimeoutError"]
+        assert ask(nodes[0], nodes[1], timeout=0.3) == ["TimeoutError"]
         for use in (lambda: nodes[1].run(["true"]), lambda: nodes.cut(1), lambda: nodes.stop(1)):
             with pytest.raises(UsageError, match="has been stopped"):
                 use()

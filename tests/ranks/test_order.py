@@ -95,10 +95,10 @@ def test_main_only_and_print(run_ranks) -> None:
         assert save.__doc__ == "Saves."
         heard = io.StringIO()
         with contextlib.redirect_stdout(heard):
-            px.print("one", "voice", sep="-")
+            px.print("one", "line", sep="-")
         return save("x"), heard.getvalue()
 
-    assert run_ranks(speak, 2) == [("saved x", "one-voice\n"), (None, "")]
+    assert run_ranks(speak, 2) == [("saved x", "one-line\n"), (None, "")]
 
 
 def test_a_world_of_one_needs_no_group() -> None:

@@ -269,7 +269,7 @@ def test_dry_run_shows_24_ranks(phalanx: Runner, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_dry_run_shows_the_cards(phalanx: Runner) -> None:
+def test_dry_run_shows_the_gpus(phalanx: Runner) -> None:
     outcome = phalanx("run", "--devices", "0,3", "--dry-run", "--nproc-per-node", "4", "train.py")
     assert re.findall(r"cuda:\d", outcome.out) == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert "CUDA_VISIBLE_DEVICES=0,3" in outcome.out

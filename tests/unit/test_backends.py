@@ -56,7 +56,7 @@ def test_a_wrong_choice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert env.BACKEND_CHOICES == ("auto", "as-written")
 
 
-def test_with_a_card_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_has_gpus", lambda: True)
     assert backends.choose("gloo") == "gloo"
 

@@ -499,7 +499,7 @@ WAITS, IDLE, WORKS = Observation(0, waits_in=SAME), Observation(1), Observation(
         ("there is only one", [IDLE], None),
     ],
 )
-def test_patience(why: str, sightings: list[Observation], seconds: float | None) -> None:
+def test_stall_threshold(why: str, sightings: list[Observation], seconds: float | None) -> None:
     if "yet" in why:
         sightings = [messages.replace(one, has_stepped=False) for one in sightings]
     assert stall_threshold(sightings, 30.0) == seconds, why

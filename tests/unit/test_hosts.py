@@ -136,7 +136,7 @@ def test_one_host_that_is_this_machine_is_a_plain_run() -> None:
     assert host_list("-H", "elsewhere.invalid").hosts == (Host("elsewhere.invalid"),)
 
 
-def test_cards_are_counted_there_not_here() -> None:
+def test_gpus_are_counted_there_not_here() -> None:
     spec = parse("-H", "a,b", "--nproc-per-node", "gpu", "--devices", "0,9", "train.py", CUDA_VISIBLE_DEVICES="0")
     assert spec.nnodes == (2, 2)
     remote = {"hosts": None, "hostfile": None, "nnodes": "2", "node_rank": 1, "nproc_per_node": "2"}

@@ -231,7 +231,7 @@ def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
         device_count.choose_gpus("2", {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
-def test_cards_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
+def test_gpus_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
     assert device_count.visible_gpus({}, tmp_path) == ("0", "1")
@@ -240,7 +240,7 @@ def test_cards_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
     assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
 
 
-def test_processes_follow_the_cards() -> None:
+def test_processes_follow_the_gpus() -> None:
     gpus = {"CUDA_VISIBLE_DEVICES": "0,3"}
     assert parse("--nproc-per-node", "auto", "x.py", **gpus).nproc_per_node == 2
     assert parse("--nproc-per-node", "gpu", "x.py", **gpus).nproc_per_node == 2
@@ -250,7 +250,7 @@ def test_processes_follow_the_cards() -> None:
     assert parse("x.py", **gpus).nproc_per_node == 1
 
 
-def test_virtual_local_rank_gives_each_process_its_card() -> None:
+def test_virtual_local_rank_gives_each_process_its_gpu() -> None:
     spec = parse("--virtual-local-rank", "--nproc-per-node", "2", "x.py", CUDA_VISIBLE_DEVICES="4,6")
     got = worker_environment({}, spec, placements([2])[1], ("h", 1), 0, "r")
     assert (got["LOCAL_RANK"], got["CUDA_VISIBLE_DEVICES"], got["RANK"]) == ("0", "6", "1")
