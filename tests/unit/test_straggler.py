@@ -22,7 +22,7 @@ from phalanx.status.page import StatusPage
 from phalanx.status.windows import Window, read_windows
 from phalanx.system import cgroups, procfs
 from phalanx.watchdog.exchange import Exchange
-from phalanx.watchdog.straggler import conditions, straggler_text
+from phalanx.watchdog.straggler import conditions, straggler_detector
 from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport
 from phalanx.watchdog.straggler.conditions import Conditions
 from phalanx.watchdog.straggler.pace import PaceMonitor
@@ -78,7 +78,7 @@ def test_a_rank_that_is_slower_for_50_steps_is_named_with_the_phase(world: int, 
 def test_a_machine_that_is_slow_is_slow_in_all_that_it_computes() -> None:
     (found,) = judged(*steps(5, forward=10.0, backward=12.0, optimizer=2.0))
     assert found.lag.phases == ("backward", "forward")
-    assert straggler_text.phases(found.lag) == "backward and forward"
+    assert straggler_detector.phases(found.lag) == "backward and forward"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_it_is_said_when_it_is_over_and_when_it_begins_again() -> None:
     assert judged(*steps(6, 260, data=9.0), judge=judge) == [], "it was not over"
     (over,) = judged(*steps(10, 320), judge=judge)
     assert (over.rank, over.is_over) == (1, True)
-    assert straggler_text.one_line(over, "b", None) == (
+    assert straggler_detector.one_line(over, "b", None) == (
         "rank 1 keeps up again: own work 30 ms a step against 30 ms, for 50 steps"
     )
     assert [found.is_over for found in judged(*steps(5, 420, data=9.0), judge=judge)] == [False]
@@ -145,7 +145,7 @@ def test_the_slowest_of_a_moment() -> None:
 def test_the_line() -> None:
     (found,) = judged(*steps(5, data=9.0))
     under = Conditions(0.48, 0.02, 0.31, 0.0, 1 << 28, 0, 0.5, 1.0, 2)
-    assert straggler_text.one_line(found, "b", under) == (
+    assert straggler_detector.one_line(found, "b", under) == (
         "rank 1 is 30 % slower than the median (own work 39 ms a step against 30 ms) for 50 steps, in data; "
         "on host b: CPU share 48 %, throttled by its cgroup 31 % of the time"
     )

@@ -10,7 +10,7 @@ from phalanx.status.layout import DATA, OWN, PHASES
 from phalanx.status.reading import Collective, Status
 from phalanx.status.windows import Window
 from phalanx.system.procfs import ProcessFacts
-from phalanx.watchdog.straggler import straggler_detector, straggler_text
+from phalanx.watchdog.straggler import straggler_detector
 
 _LOOP = tuple(PHASES[phase] for phase in OWN)
 _WORTH_A_WORD = 0.05
@@ -195,9 +195,9 @@ def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], sec
         return "" if len(rows) < 2 else "no rank can be called the slowest before all have made 20 steps"
     rank, lag = found
     if lag.slower < _WORTH_A_WORD or lag.own - lag.usual < straggler_detector.NOTICEABLE / 10:
-        return f"all ranks are about as fast: {straggler_text.milliseconds(lag.usual)} of own work a step"
-    slower = straggler_text.percent(lag.slower)
-    return f"slowest: rank {rank}, by {slower} ({straggler_text.work(lag)}), in {straggler_text.phases(lag)}"
+        return f"all ranks are about as fast: {straggler_detector.milliseconds(lag.usual)} of own work a step"
+    slower = straggler_detector.percent(lag.slower)
+    return f"slowest: rank {rank}, by {slower} ({straggler_detector.work(lag)}), in {straggler_detector.phases(lag)}"
 
 
 def _who_waits(living: Sequence[Row]) -> str:

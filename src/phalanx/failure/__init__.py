@@ -1,1 +1,1 @@
-"""Why a run failed: the cause, and the text about it."""
+"""Finds the cause of a failed run, and describes it."""

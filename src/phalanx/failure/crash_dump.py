@@ -1,4 +1,4 @@
-"""What faulthandler says when native code has crashed: where Python stood, and from Python 3.14 on where C stood."""
+"""Parses what faulthandler prints when native code crashes: the Python stack, and from Python 3.14 on the C stack."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NATIVE = "Current thread's C stack trace"
 
 
 def python_frames(report: str) -> tuple[Frame, ...]:
-    """The stack of the thread that crashed, innermost first, without the launcher's part.
+    """Returns the stack of the thread that crashed, innermost first, without the launcher's part.
 
-    If that is a thread of C++, which Python does not know, it is the main thread's, which stands last.
+    If that is a thread of C++, which Python does not know, it is the stack of the main thread, which is printed last.
     """
     _, _, current = report.partition("Current thread 0x")
     current = current or report.rpartition("Thread 0x")[2]
@@ -35,12 +35,12 @@ def python_frames(report: str) -> tuple[Frame, ...]:
 
 
 def without_dump(lines: Sequence[str]) -> tuple[str, ...]:
-    """What a rank printed without what faulthandler has printed."""
+    """Returns the lines of a rank without those of faulthandler."""
     return tuple(line for line in lines if not _DUMP.match(line))
 
 
 def native_frames(report: str) -> tuple[NativeFrame, ...]:
-    """The same for C, if there is any."""
+    """Returns the C stack, if there is one."""
     _, there, current = report.partition(_NATIVE)
     if not there:
         return ()

@@ -1,4 +1,4 @@
-"""A run that fails the same way again and again, seconds after each start, will not be healed by another one."""
+"""Detects a run that fails in the same way again and again, seconds after each start. Another restart does not help."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from phalanx.source_lines import users_line
 SOON = 10.0
 """Seconds between one failure and the next."""
 ENOUGH = 5
-"""Failures in a row. A few are worth a try: a port, a disk or a neighbour may need a moment."""
+"""Failures in a row. A few are worth a try: a port, a disk or another job may need a moment."""
 
 
 @dataclass
 class CrashLoop:
-    """Counts failures in a row without progress. It goes by what all nodes know alike, so all conclude the same."""
+    """Counts failures in a row without progress. It uses only what all nodes know, so all conclude the same."""
 
     count: int = 0
     _failure: Hashable = None
@@ -25,11 +25,11 @@ class CrashLoop:
     _furthest: tuple[int, ...] = (0, 0, 0)
 
     def add(self, failure: Hashable, time: float, endings: Sequence[Ending]) -> bool:
-        """One more failed attempt; whether this is a crash loop by now.
+        """Counts a failed attempt, and returns True if this is a crash loop.
 
         Args:
-            failure: equal for equal failures, as `identity` is.
-            endings: of all ranks. A later checkpoint or step of px.track than in any attempt before is progress.
+            failure: a value that is equal for equal failures, see `identity`.
+            endings: the ends of all ranks. A later checkpoint or step of px.track than ever before is progress.
         """
         reached = max((ending.progress for ending in endings), default=(0, 0, 0))
         is_further = reached > self._furthest
@@ -43,9 +43,9 @@ class CrashLoop:
 
 
 def identity(cause: Ending) -> Hashable:
-    """The reason and the place: the line of code, or the rank where no line is known, and the optimizer step.
+    """Returns the reason, the line of code (or the rank, if no line is known), and the optimizer step of a failure.
 
-    An error that all ranks run into is raised first by one rank now and by another one later, so the line alone counts.
+    An error on all ranks is raised first by one rank now and by another one later, so the line counts, not the rank.
     """
     line = users_line(cause)
     return headline(cause), (line.file, line.line) if line is not None else cause.rank, cause.updates

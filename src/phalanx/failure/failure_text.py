@@ -1,4 +1,4 @@
-"""The words for a finding: what a person reads at the end of a failed run. Never more than 15 lines."""
+"""The text at the end of a failed run: never more than 15 lines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PLUMBING = ("libc.", "libc-", "libm.", "ld-linux", "libpthread", "libffi", "lib
 def failure_block(
     verdict: Verdict, *, world_size: int, host: str, started: float, log: str, attempts: int = 1
 ) -> list[str]:
-    """The end of a failed run."""
+    """Returns the lines that are printed at the end of a failed run."""
     cause = verdict.cause
     told = [line for sentence in explanation(cause) for line in _folded(f"  {sentence}", 3)][:3]
-    # Our own errors end with the next step, so they are shown to their end.
+    # Our own errors end with the next step, so they are shown in full.
     is_ours = cause.error is not None and cause.error.type.startswith("phalanx.") and not told
     lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 3 if is_ours else 1)
     where = [f"rank {cause.rank} of {world_size}", f"host {host}", f"pid {cause.pid}"]
@@ -55,7 +55,7 @@ def failure_block(
 
 
 def headline(ending: Ending) -> str:
-    """The reason in one line: the exception, the signal with its meaning, or the exit code."""
+    """Returns the reason in one line: the exception, the signal with its meaning, or the exit code."""
     error = ending.error
     if error is not None:
         if error.type == "SystemExit":
@@ -71,14 +71,14 @@ def headline(ending: Ending) -> str:
 
 
 def one_line(ending: Ending) -> str:
-    """For the line that announces a restart."""
+    """Describes a failure on the line that announces a restart."""
     frames = telling_frames(ending)
     where = f" at {shorten_path(frames[-1].file)}:{frames[-1].line}" if frames else ""
     return clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
 
 
 def _telling_native(ending: Ending) -> list[NativeFrame]:
-    """The innermost calls of native code that are neither the C library's nor the interpreter's."""
+    """Returns the innermost native calls that are neither the C library's nor the interpreter's."""
     return [frame for frame in ending.native if not Path(frame.library).name.startswith(_PLUMBING)][:3]
 
 
@@ -97,7 +97,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _folded(text: str, most: int) -> list[str]:
-    """A text as lines that fit; what is left over at the end of the last one is cut off."""
+    """Wraps a text to at most so many lines; the last one is cut off if it is too long."""
     lines = textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     rest = [line.lstrip() for line in lines[most:]]
     return [*map(clip, lines[: most - 1]), clip(" ".join([lines[most - 1], *rest]))] if rest else lines

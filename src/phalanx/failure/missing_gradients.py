@@ -1,4 +1,4 @@
-"""DDP's "Expected to have finished reduction in the prior iteration", said with the names of the parameters."""
+"""Rewrites DDP's "Expected to have finished reduction in the prior iteration" with the names of the parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def missing_gradients(
     wrapper: str = "data_parallel",
     switch: str = "find_unused",
 ) -> str | None:
-    """What to say instead of DDP's ``message``; None if it is about something else.
+    """Returns the text that replaces DDP's ``message``; None if that is about something else.
 
     Args:
-        names: of the parameters, in the order in which DDP numbers them.
-        find_unused: whether DDP looks for parameters that are not used.
-        wrapper: what has wrapped the model, and ``switch`` its argument for that.
+        names: the names of the parameters, in the order in which DDP numbers them.
+        find_unused: True if DDP looks for unused parameters.
+        wrapper: the function that has wrapped the model, and ``switch`` its argument to look for them.
     """
     if "Expected to have finished reduction in the prior iteration" not in message:
         return None

@@ -1,4 +1,4 @@
-"""What a signal means, with what was seen of memory at that moment; and what helps."""
+"""Explains the signal that ended a rank, with the state of memory at that moment, and what helps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MUCH = 1 << 30
 
 
 def meaning(ending: Ending) -> str:
-    """Of the signal that ended a rank."""
+    """Returns the meaning of the signal that ended a rank."""
     assert ending.signal is not None
     name = signal_name(ending.signal)
     if ending.out_of_memory is not None:
@@ -43,7 +43,7 @@ def meaning(ending: Ending) -> str:
 
 
 def gloo_mismatch(ending: Ending) -> tuple[int, int] | None:
-    """The bytes received and expected, if gloo has ended the process because they differ."""
+    """Returns the bytes received and expected, if gloo has ended the process because they differ."""
     if ending.signal != signal.SIGABRT:
         return None
     found = next(filter(None, map(_GLOO_SIZES.search, ending.tail)), None)
@@ -58,7 +58,7 @@ def signal_name(number: int) -> str:
 
 
 def explanation(ending: Ending) -> list[str]:
-    """The sentences below the headline: what is known beyond it, and what helps."""
+    """Returns the sentences below the headline: what else is known, and what helps."""
     error = ending.error
     told = [error.note] if error is not None and error.note else []
     if ending.out_of_memory is not None:
@@ -77,7 +77,7 @@ def explanation(ending: Ending) -> list[str]:
 
 
 def memory_ran_out(kills: int, limit: int, group: str, used: Mapping[int, int]) -> list[str]:
-    """For a run whose launcher has lost its ranks. ``used``: bytes of the ranks that are known to have been killed."""
+    """Explains a launcher that has lost its ranks. ``used``: bytes of the ranks that are known to have been killed."""
     who = ", ".join(f"rank {rank}, which used {in_bytes(memory)}," for rank, memory in sorted(used.items()))
     who = who or f"{kills} process{'es' * (kills > 1)} of this run"
     return [
@@ -103,7 +103,7 @@ def _more_memory(killed: OutOfMemory) -> str:
 
 
 def _shared_memory(found: SharedMemory, *, is_certain: bool = False) -> str:
-    """``is_certain``: the system itself has said that there was no room, though there is again."""
+    """Describes /dev/shm. ``is_certain``: the system has reported that there was no room, though there is again."""
     used, total = in_bytes(found.used), in_bytes(found.total)
     if found.used >= _NEARLY_FULL * found.total:
         return f"/dev/shm is full ({used} of {total})"
@@ -115,5 +115,5 @@ def _shared_memory(found: SharedMemory, *, is_certain: bool = False) -> str:
 
 
 def _has_room(found: SharedMemory) -> bool:
-    """So much that it can hardly have been full a moment before."""
+    """True if there is so much room that it can hardly have been full a moment before."""
     return found.total - found.used > _MUCH

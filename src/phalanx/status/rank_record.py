@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.events import ThreadDeath
+from typing import Protocol
+
+from phalanx.events import ErrorRecord, ThreadDeath
 from phalanx.messages import Count, ExitCode, Name, Pid, Rank, Record, Seconds, Text
 from phalanx.status import stack_parser
 from phalanx.status.reading import Collective, Status
@@ -119,3 +121,36 @@ def _unnamed(page: Status) -> Collective | None:
 
 def _is_joining_done(one: Collective) -> bool:
     return one.op == "init_process_group" and one.state == "done"
+
+
+# ---- a rank's process as a watchdog sees it
+
+
+class ProcessExit(Protocol):
+    """The end of a process, as the kernel reports it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def exit_code(self) -> int | None: ...
+    @property
+    def signal(self) -> int | None: ...
+    @property
+    def memory(self) -> int: ...
+
+
+class WatchedRank(Protocol):
+    """A rank of the running attempt."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exited(self) -> ProcessExit | None: ...
+    @property
+    def error(self) -> ErrorRecord | None: ...
+    @property
+    def thread_death(self) -> ThreadDeath | None: ...
+    @property
+    def asked_with(self) -> int | None: ...

@@ -1,4 +1,4 @@
-"""The way of a node's watchdogs to those of the other nodes."""
+"""Connects the watchdogs of a node with those of the other nodes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Exchange:
         lost: Collection[int] = (),
         publish: Callable[[Topic, bytes, bool], None] = lambda topic, body, to_all: None,
     ) -> None:
-        """``judge``: the node that compares what all report; ``lost``: nodes that are gone, as it grows; ``publish``:
-        to all nodes, or to the judge alone."""
+        """``judge``: the node that decides for all; ``lost``: nodes that are gone, a collection that grows;
+        ``publish``: sends to all nodes, or to the judge alone."""
         self.judge, self.is_judge = judge, own == judge
         self.publish = publish
         self.receivers: dict[Topic, Callable[[int, bytes], None]] = {}
-        """What is called with what another node has published."""
+        """The functions that get the messages of other nodes."""
         self._others, self._lost = set(nodes) - {own}, lost
 
     @property

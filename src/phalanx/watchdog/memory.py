@@ -1,6 +1,6 @@
-"""What the agent sees of its ranks' memory: once a second while they live, and in the moment when one has failed.
+"""Watches the memory of the ranks of this node: once a second while they live, and when one has failed.
 
-Afterwards it is too late: what a process had in memory is gone with it, and /dev/shm has room again.
+Later it is too late: the memory of a process ends with it, and /dev/shm has room again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from phalanx.system import procfs
 from phalanx.watchdog import oom
 
 if TYPE_CHECKING:
-    from phalanx.status.watched_rank import WatchedRank
+    from phalanx.status.rank_record import WatchedRank
 
 _EVERY = 1.0
 _REMEMBERED = 10
-"""Looks. A process with much memory may take seconds to end after the kernel has killed it."""
+"""The number of samples. A process with much memory may take seconds to end after the kernel has killed it."""
 _LOADER = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: (?:Killed|Bus error)|exited)"
 )
@@ -30,42 +30,47 @@ _LOADER = re.compile(
 
 @dataclass(frozen=True)
 class _FailureSnapshot:
-    """What was there when a rank had just failed in a way that may be memory's fault."""
+    """The state of memory when a rank had just failed in a way that memory may explain."""
 
     pids: tuple[int, ...]
-    """Whose end is to be explained: the rank's own, or the workers' of its loader."""
+    """The processes whose end is to be explained: the rank, or the workers of its DataLoader."""
     shortage: oom.Shortage | None
     shared_memory: events.SharedMemory | None
 
 
 class MemoryWatchdog:
-    """Of the ranks of one attempt."""
+    """The memory of the ranks of one attempt."""
 
     def __init__(self, counters: oom.Counters) -> None:
         self._counters = counters
         self._looks = deque([counters.look()], _REMEMBERED)
         self._shared = deque[events.SharedMemory](maxlen=_REMEMBERED)
         self._memory: dict[int, int] = {}
-        """pid to the most that was seen of its memory."""
-        self._scenes: dict[int, _FailureSnapshot] = {}
+        """The most memory that was seen of each pid."""
+        self._snapshots: dict[int, _FailureSnapshot] = {}
         self._ended: set[int] = set()
         self._next_look = 0.0
 
-    def turn(self, members: Collection[WatchedRank], now: float) -> None:
-        """To be called in every turn of the loop."""
-        for member in members:
-            if member.rank not in self._ended:
-                self._notice(member)
+    def turn(self, ranks: Collection[WatchedRank], now: float) -> None:
+        """Looks at ranks that have failed, and once a second at all. To be called in every turn of the agent's loop."""
+        for rank in ranks:
+            if rank.rank not in self._ended:
+                self._check(rank)
         if now >= self._next_look:
             self._next_look = now + _EVERY
-            self._look(members)
+            self._look(ranks)
 
     def explain(self, endings: Sequence[events.Ending]) -> list[events.Ending]:
-        """The same, with what is known of their memory."""
-        suspects = {pid: scene.shortage for scene in self._scenes.values() if scene.shortage for pid in scene.pids}
+        """Adds what is known of memory to the ends of ranks."""
+        suspects = {
+            pid: snapshot.shortage
+            for snapshot in self._snapshots.values()
+            if snapshot.shortage
+            for pid in snapshot.pids
+        }
         chosen = oom.killed_by_log(suspects) if suspects else {}
         if suspects and not chosen:
-            # It is only known how many; the kernel chooses the largest.
+            # Only the number of kills is known; the kernel kills the largest processes.
             kills = max(shortage.kills for shortage in suspects.values())
             by_size = sorted(suspects, key=lambda pid: self._memory.get(pid, 0), reverse=True)
             chosen = dict.fromkeys(by_size[:kills], 0)
@@ -83,27 +88,27 @@ class MemoryWatchdog:
 
     def _explained(self, ending: events.Ending, chosen: dict[int, int]) -> events.Ending:
         ending = messages.replace(ending, memory=self._memory.get(ending.pid))
-        scene = self._scenes.get(ending.rank)
-        if scene is None:
+        snapshot = self._snapshots.get(ending.rank)
+        if snapshot is None:
             return ending
-        killed = next((pid for pid in scene.pids if pid in chosen), None)
-        if killed is None or scene.shortage is None:
-            return messages.replace(ending, shared_memory=scene.shared_memory)
+        killed = next((pid for pid in snapshot.pids if pid in chosen), None)
+        if killed is None or snapshot.shortage is None:
+            return messages.replace(ending, shared_memory=snapshot.shared_memory)
         used = max(chosen[killed], self._memory.get(killed, 0)) or None
         return messages.replace(
-            ending, out_of_memory=events.OutOfMemory(killed, used, scene.shortage.limit, scene.shortage.group)
+            ending, out_of_memory=events.OutOfMemory(killed, used, snapshot.shortage.limit, snapshot.shortage.group)
         )
 
     # ---- while they live
 
-    def _look(self, members: Collection[WatchedRank]) -> None:
+    def _look(self, ranks: Collection[WatchedRank]) -> None:
         self._looks.append(self._counters.look())
         shared = _shared_memory()
         if shared is not None:
             self._shared.append(shared)
-        for member in members:
-            if member.pid is not None and not member.exited:
-                for pid in (member.pid, *procfs.children(member.pid)):
+        for rank in ranks:
+            if rank.pid is not None and not rank.exited:
+                for pid in (rank.pid, *procfs.children(rank.pid)):
                     self._remember(pid, procfs.resident(pid))
 
     def _remember(self, pid: int, memory: int | None) -> None:
@@ -112,33 +117,33 @@ class MemoryWatchdog:
 
     # ---- when one has failed
 
-    def _notice(self, member: WatchedRank) -> None:
-        if member.error is not None and member.rank not in self._scenes:
-            self._hear(member.rank, member.error.message)
-        if member.exited is None:
+    def _check(self, rank: WatchedRank) -> None:
+        if rank.error is not None and rank.rank not in self._snapshots:
+            self._read_message(rank.rank, rank.error.message)
+        if rank.exited is None:
             return
-        self._ended.add(member.rank)
-        self._remember(member.exited.pid, member.exited.memory)
-        if member.exited.signal == signal.SIGKILL and member.asked_with != signal.SIGKILL:
-            self._keep_scene(member.rank, [member.exited.pid])
-        elif member.exited.signal == signal.SIGBUS:
-            self._keep_scene(member.rank, [], with_shared_memory=True)
+        self._ended.add(rank.rank)
+        self._remember(rank.exited.pid, rank.exited.memory)
+        if rank.exited.signal == signal.SIGKILL and rank.asked_with != signal.SIGKILL:
+            self._take_snapshot(rank.rank, [rank.exited.pid])
+        elif rank.exited.signal == signal.SIGBUS:
+            self._take_snapshot(rank.rank, [], with_shared_memory=True)
 
-    def _hear(self, rank: int, message: str) -> None:
-        """A rank's exception may be about the end of another process, or about /dev/shm."""
+    def _read_message(self, rank: int, message: str) -> None:
+        """Looks for the end of another process, or a full /dev/shm, in a rank's exception."""
         loader = _LOADER.search(message)
         if loader is not None:
             is_bus_error = loader[2].endswith("Bus error")
             pids = [] if is_bus_error else [int(pid) for pid in loader[1].split(",")]
-            self._keep_scene(rank, pids, with_shared_memory=is_bus_error)
+            self._take_snapshot(rank, pids, with_shared_memory=is_bus_error)
         elif "No space left on device" in message and ("shm" in message or "/torch_" in message):
-            self._keep_scene(rank, [], with_shared_memory=True)
+            self._take_snapshot(rank, [], with_shared_memory=True)
 
-    def _keep_scene(self, rank: int, pids: Sequence[int], *, with_shared_memory: bool = False) -> None:
+    def _take_snapshot(self, rank: int, pids: Sequence[int], *, with_shared_memory: bool = False) -> None:
         shortage = oom.shortage(self._looks[0], self._counters.look())
         shared = [*self._shared, _shared_memory()] if with_shared_memory else []
         fullest = max((each for each in shared if each is not None), key=lambda each: each.used, default=None)
-        self._scenes[rank] = _FailureSnapshot(tuple(pids), shortage, fullest)
+        self._snapshots[rank] = _FailureSnapshot(tuple(pids), shortage, fullest)
 
 
 def _shared_memory() -> events.SharedMemory | None:

@@ -1,7 +1,7 @@
-"""Whether the kernel has killed for memory: its counters before and after, and its log where that may be read.
+"""Finds out if the kernel has killed a process for memory: by its counters, and by its log where that may be read.
 
-A process that the kernel kills for memory just ends by SIGKILL, as by anybody's. But the kernel counts: how many
-processes of each control group it has killed, how often the group's limit was reached, and the same for the machine.
+Such a process ends by SIGKILL, like any other that is killed. But the kernel counts how many processes of each control
+group it has killed, how often the group's limit was reached, and the same for the machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from phalanx.system import cgroups, procfs
 
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""The kernel's log has the pids of the machine, which within a container are not ours."""
+"""The kernel's log has the pids of the machine; a container has others."""
 _NEARLY_FULL = 0.98
 _KILLED = re.compile(
     r"Killed process (?P<pid>\d+) .*?anon-rss:(?P<anon>\d+)kB, file-rss:(?P<file>\d+)kB"
@@ -25,16 +25,16 @@ _KILLED = re.compile(
 
 @dataclass(frozen=True)
 class Group:
-    """What a control group had counted."""
+    """The counters of a control group."""
 
     name: str
     limit: int | None
     kills: int | None
-    """Processes of it that the kernel has killed; None when it does not count, and so is not looked at."""
+    """The number of its processes that the kernel has killed; None when it does not count them."""
     shortages: int
     """How often its own limit was reached."""
     was_full: bool = False
-    """It has at some time used all that it may. For version 1, which does not always count shortages."""
+    """True if it has used all of its limit at some time. For version 1, which does not always count shortages."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +42,24 @@ class Look:
     """The counters at one moment."""
 
     groups: tuple[Group, ...]
-    """This process's own first, then those around it that have a limit."""
+    """The group of this process first, then those around it that have a limit."""
     machine_kills: int
-    """Only where no group counts."""
+    """Counted only where no group counts."""
     machine_memory: int
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory has run out, and the kernel has killed for it."""
+    """Memory has run out, and the kernel has killed processes."""
 
     kills: int
     limit: int
     group: str
-    """Empty: the machine's own memory."""
+    """The control group; empty for the machine's own memory."""
 
 
 class Counters:
-    """The counters that tell of this process and its children, which are in the same groups."""
+    """The counters of the groups of this process, which its children are in too."""
 
     def __init__(self, root: Path = cgroups.ROOT, proc: Path = procfs.PROC) -> None:
         self._root, self._proc = root, proc
@@ -70,7 +70,7 @@ class Counters:
         self._groups = (*(directory for directory, _ in counting[:1]), *limiting)
 
     def look(self) -> Look:
-        """Once a second, so it reads no more than it has to."""
+        """Reads the counters."""
         kills = 0 if self._groups else procfs.oom_kills(self._proc)
         return Look(tuple(self._group(directory) for directory in self._groups), kills, self._memory)
 
@@ -92,11 +92,11 @@ class Counters:
 
 
 def shortage(before: Look, after: Look) -> Shortage | None:
-    """What the counters say has happened between two looks.
+    """Returns what has happened between two looks, by the counters.
 
-    The innermost group that counts is the one that ranks belong to. Only where no group counts do kills anywhere on the
-    machine have to do: they may have been others'. The limit is that of the innermost group that has reached its own;
-    when none has, the machine's memory has run out.
+    The innermost group that counts is the one that ranks belong to. Where no group counts, kills anywhere on the
+    machine are taken, which may concern other processes. The limit is that of the innermost group that has reached its
+    own; when none has, the machine's memory has run out.
     """
     pairs = list(zip(before.groups, after.groups, strict=True))
     kills = after.machine_kills - before.machine_kills
@@ -112,9 +112,9 @@ def shortage(before: Look, after: Look) -> Shortage | None:
 
 
 def killed_by_log(pids: Collection[int], log: Path = Path("/dev/kmsg"), namespace: str | None = None) -> dict[int, int]:
-    """Which of these processes the kernel's log names as killed for memory, and their bytes in memory then.
+    """Returns those of these processes that the kernel's log reports as killed for memory, with their bytes in memory.
 
-    Empty where the log cannot be read, or speaks of the pids of another namespace.
+    Empty where the log cannot be read, or has the pids of another namespace.
     """
     if (procfs.pid_namespace() if namespace is None else namespace) != _FIRST_PID_NAMESPACE:
         return {}
@@ -135,7 +135,7 @@ def killed_by_log(pids: Collection[int], log: Path = Path("/dev/kmsg"), namespac
 
 
 def _records(fd: int) -> list[str]:
-    """One read is one record. What is overwritten meanwhile is an error of one read, and the next goes on."""
+    """Reads all records: one per read. A record that was overwritten meanwhile is an error of one read."""
     found = []
     while True:
         try:

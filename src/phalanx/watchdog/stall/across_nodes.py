@@ -1,8 +1,8 @@
-"""How the nodes of a run find out together that all ranks stand still, and why.
+"""Finds out on several nodes together that no rank makes progress, and why.
 
 Each node whose ranks make no progress publishes one snapshot of them, and withdraws it when they do. Every node sees
-those of all others, so each knows when to add the stacks of its own ranks; one node judges, and its verdict is
-announced on all of them in the same words.
+the snapshots of all, so each knows when to add the stacks of its own ranks. One node judges, and announces its verdict
+on all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class StallSnapshot(Message, frozen=True):
     """The ranks of one node that make no progress."""
 
     quiet: Seconds
-    """Since the last progress of any of them."""
+    """Seconds since the last progress of any of them."""
     sightings: tuple[Observation, ...]
     records: tuple[RankRecord, ...] | None = None
-    """All that is known of them, with their stacks; None: that has not been looked at yet."""
+    """All that is known of them, with their stacks; None as long as that has not been collected."""
 
 
 class StallOver(Message, frozen=True):
@@ -35,11 +35,11 @@ class StallOver(Message, frozen=True):
 
 
 class StallVerdict(Message, frozen=True):
-    """What all nodes print, and do."""
+    """A verdict, for all nodes to print and to act on."""
 
     lines: tuple[Text, ...]
     verdict: HangRecord | None = None
-    """What is kept of it in the run's files; None: the stall is over."""
+    """The record for the run directory; None when the stall is over."""
     kills: bool = False
 
 
@@ -53,10 +53,10 @@ class StallExchange:
         exchange.receivers["stall"] = self.receive
         self._published: StallSnapshot | None = None
         self._snapshots: dict[int, tuple[StallSnapshot, float]] = {}
-        """Of the other nodes, with the time when they came."""
+        """The snapshots of the other nodes, with the time when they came."""
 
     def publish(self, own: StallSnapshot | None) -> None:
-        """Only when something has changed: that time passes everybody knows. None: the ranks make progress."""
+        """Publishes the snapshot of this node if it has changed. None: the ranks make progress."""
         before, self._published = self._published, own
         if own is None:
             if before is not None:
@@ -65,15 +65,18 @@ class StallExchange:
             self._send(own)
 
     def others(self) -> list[StallSnapshot] | None:
-        """What the other nodes say, as of now; None: the ranks of one of them make progress."""
+        """Returns the snapshots of the other nodes, as of now; None if the ranks of one of them make progress."""
         if not self._snapshots.keys() >= set(self._exchange.others):
             return None
         now = time.monotonic()
         found = [self._snapshots[node] for node in self._exchange.others]
-        return [_aged(snapshot, now - came) for snapshot, came in found]
+        return [
+            replace(one, quiet=one.quiet + now - came, records=aged_records(one.records, now - came))
+            for one, came in found
+        ]
 
     def announce(self, verdict: StallVerdict) -> None:
-        """On all nodes."""
+        """Announces a verdict on all nodes."""
         self.announced.append(verdict)
         self._send(verdict)
 
@@ -81,7 +84,7 @@ class StallExchange:
         self._exchange.publish("stall", messages.encode(message), True)
 
     def receive(self, node: int, body: bytes) -> None:
-        """What another node has published."""
+        """Takes a message of another node."""
         match messages.decode(body, StallSnapshot | StallOver | StallVerdict, _SOURCE):
             case StallSnapshot() as snapshot:
                 self._snapshots[node] = snapshot, time.monotonic()
@@ -93,12 +96,8 @@ class StallExchange:
                 pass  # only one node judges
 
 
-def _aged(snapshot: StallSnapshot, seconds: float) -> StallSnapshot:
-    return replace(snapshot, quiet=snapshot.quiet + seconds, records=aged_records(snapshot.records, seconds))
-
-
 def aged_records(records: tuple[RankRecord, ...] | None, seconds: float) -> tuple[RankRecord, ...] | None:
-    """The same, so much later."""
+    """Returns the records as they are so many seconds later."""
     if records is None:
         return None
     return tuple(replace(record, quiet=record.quiet + seconds) for record in records)

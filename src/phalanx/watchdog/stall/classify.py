@@ -1,34 +1,41 @@
-"""Why a run stands still: pure functions from what is known of each rank to who waits where, and for whom."""
+"""Decides why a run makes no progress: pure functions from what is known of each rank to who waits for whom."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.status.rank_record import MESSAGES, RankRecord
 from phalanx.status.reading import CodeLine, Collective
 from phalanx.watchdog.stall.rank_activity import RankActivity, rank_activity
 
 _COMPARED = 8
-"""Ranks that wait do mostly the same; a missing one is compared with some of them."""
+"""How many waiting ranks a missing one is compared with: they mostly do the same."""
 _MUST_AGREE = ("all_reduce", "broadcast", "reduce")
-"""Operations for which all ranks give as much of the same type."""
+"""Operations for which all ranks must give the same size and type."""
+
+
+HangKind = Literal["missing", "desync", "shapes", "crossed", "together", "nobody"]
+"""missing: some ranks are waited for; desync: ranks have called different collectives; shapes: the same one with
+different sizes or types; crossed: each waits for another that waits elsewhere; together: all wait in the same one;
+nobody: no rank waits for another"""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """Ranks that wait in the same collective, which the same line of code has asked for."""
+    """Ranks that wait in the same collective, called from the same line."""
 
     ranks: tuple[int, ...]
     collective: Collective
     line: CodeLine | None
     is_open: bool = True
-    """False: it has ended for them."""
+    """False if it has ended for them."""
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Ranks that do not wait in a collective, and do the same."""
+    """Ranks that do not wait in a collective, and all do the same."""
 
     ranks: tuple[int, ...]
     what: RankActivity
@@ -37,22 +44,19 @@ class Elsewhere:
 
 @dataclass(frozen=True)
 class Hang:
-    """The whole picture."""
+    """The state of all ranks of a run that makes no progress."""
 
-    kind: str
-    """missing: some are waited for; desync: they have asked for different collectives; shapes: for the same one with
-    different sizes or types; crossed: each waits for another that waits elsewhere; together: all wait in the same one;
-    nobody: none waits"""
+    kind: HangKind
     quiet: float
     """Seconds since the last progress of any rank."""
     waiting: tuple[Waiting, ...]
     elsewhere: tuple[Elsewhere, ...]
-    """Those that are waited for; if nobody waits, all."""
+    """The ranks that are waited for; if none waits, all."""
     hosts: tuple[str, ...] = ()
     differ: tuple[Waiting, ...] = ()
-    """For desync and shapes: one side and another, from where they part."""
+    """For desync and shapes: the ranks by the collective that they have called, where they first differ."""
     unreachable: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Stores that cannot be reached: why, and the ranks that are connecting to them."""
+    """Stores that cannot be reached: the reason, and the ranks that connect to them."""
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -60,13 +64,13 @@ class Hang:
 
     @property
     def picture(self) -> tuple[object, ...]:
-        """The same as long as nothing has changed."""
+        """A value that is equal as long as the state of the ranks has not changed."""
         waiting = ((group.ranks, group.collective.op, group.collective.number) for group in self.waiting)
         return self.kind, tuple(waiting), tuple((group.ranks, *_where(group.what)) for group in self.elsewhere)
 
 
 def _where(what: RankActivity) -> tuple[object, ...]:
-    """A rank that computes is at another line all the time, but stays in its function."""
+    """Returns where a rank is. One that computes changes its line all the time, but not its function."""
     line = what.line
     if line is None:
         return (what.kind,)
@@ -74,7 +78,7 @@ def _where(what: RankActivity) -> tuple[object, ...]:
 
 
 def find_hang(records: Sequence[RankRecord]) -> Hang:
-    """The records of all ranks, of which none has made progress for a while."""
+    """Returns the state of a run in which no rank has made progress for a while."""
     waiters = [record for record in records if record.waits_in]
     others = [record for record in records if not record.waits_in]
     missing = _missing(waiters, records)
@@ -112,8 +116,8 @@ def _unreachable(records: Sequence[RankRecord]) -> Iterator[tuple[str, tuple[int
 
 
 def _missing(waiters: Sequence[RankRecord], records: Sequence[RankRecord]) -> set[int]:
-    """Ranks that have not come to where others wait."""
-    # Hundreds of ranks wait in the same collective: it is enough to ask for one of them.
+    """Returns the ranks that have not come to where others wait."""
+    # Hundreds of ranks may wait in the same collective: one of them is enough.
     cases = {(waits.group, waits.number, waits.op, waits.peer): one for one in waiters if (waits := one.waits_in)}
     messages = [one for one in waiters if one.waits_in and one.waits_in.op in MESSAGES]
     return {rank for waiter in (*cases.values(), *messages) for rank in _awaited(waiter, records)}
@@ -133,14 +137,14 @@ def _awaited(waiter: RankRecord, records: Sequence[RankRecord]) -> Iterator[int]
 
 
 def _members(waiter: RankRecord, waits: Collective, records: Sequence[RankRecord]) -> tuple[int, ...]:
-    """The ranks of the collective's group; all, where the page does not say."""
+    """Returns the ranks of the collective's group; all, where the page does not show them."""
     groups = waiter.status.groups if waiter.status else ()
     found = next((group.ranks for group in groups if group.name == waits.group), ())
     return found or tuple(record.rank for record in records)
 
 
 def _has_come(record: RankRecord, waits: Collective) -> bool:
-    """Whether this rank has asked for that collective, or a later one of its group."""
+    """True if this rank has called that collective, or a later one of its group."""
     page = record.status
     if page is None or record.exit_code is not None:
         return False
@@ -154,7 +158,7 @@ def _has_come(record: RankRecord, waits: Collective) -> bool:
 def _awaited_peer(
     waiter: RankRecord, waits: Collective, ranks: tuple[int, ...], records: Sequence[RankRecord]
 ) -> Iterator[int]:
-    if waits.peer is None:  # recv from anybody
+    if waits.peer is None:  # recv from any rank
         yield from (record.rank for record in records if record.rank in ranks and record.waits_in is None)
         return
     peer = ranks[waits.peer] if waits.group and waits.peer < len(ranks) else waits.peer
@@ -166,15 +170,15 @@ def _awaited_peer(
 
 
 def _number(rank: int, waits: Collective, ranks: tuple[int, ...]) -> int:
-    """As the group counts; without a group, as all do."""
+    """Returns the rank's number in the group; without a group, its own number."""
     return ranks.index(rank) if waits.group and rank in ranks else rank
 
 
-# ---- ranks that have asked for different things
+# ---- ranks that have called different collectives
 
 
 def _difference(records: Sequence[RankRecord]) -> tuple[Waiting, ...]:
-    """The first collective of a group for which two ranks have called different functions, or given different sizes."""
+    """Returns the first collective of a group for which ranks have called different functions, or with other sizes."""
     asked: dict[tuple[str, int], list[tuple[RankRecord, Collective]]] = {}
     for record in records:
         for group in record.status.groups if record.status and record.exit_code is None else ():
@@ -196,11 +200,11 @@ def _differ(one: Collective, other: Collective) -> bool:
     return one.op in _MUST_AGREE and (one.dtype, one.size) != (other.dtype, other.size)
 
 
-# ---- ranks that do the same are told of together
+# ---- ranks that do the same are one entry
 
 
 def _waiting(waiters: Sequence[RankRecord]) -> Iterator[Waiting]:
-    """Most ranks first."""
+    """Yields the waiting ranks by collective and line, the largest group first."""
     groups: dict[tuple[object, ...], list[tuple[RankRecord, Collective]]] = {}
     for record in waiters:
         waits = record.waits_in
@@ -220,10 +224,10 @@ def _joined(found: Sequence[tuple[RankRecord, Collective]]) -> Waiting:
 
 
 def _line_of(record: RankRecord, collective: Collective) -> CodeLine | None:
-    """The line that asked for it. A rank that waits in it stands there, if its page does not know."""
-    if collective.place is not None:
-        return collective.place
-    return record.main.shown if record.main and record.waits_in == collective else None
+    """Returns the line that called it. If the page does not have it, a rank that waits in it is at that line."""
+    if collective.place is None and record.main and record.waits_in == collective:
+        return record.main.shown
+    return collective.place
 
 
 def _elsewhere(absent: Sequence[RankRecord], waiters: Sequence[RankRecord]) -> Iterator[Elsewhere]:

@@ -1,4 +1,4 @@
-"""All that is known of ranks that stand still, as a text to be read: every thread of every process."""
+"""The text of a stall file: all that is known of the ranks, with every thread of every process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.status.stack_parser import Thread
 
 
 def dump_lines(records: Sequence[RankRecord], verdict: Sequence[str]) -> str:
-    """A file's content."""
+    """Returns the content of a stall file."""
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), *verdict, ""]
     for record in records:
         lines += [f"=== rank {record.rank} on {record.host}", *_facts(record), *_stacks(record.threads)]
@@ -61,7 +61,7 @@ def _stacks(threads: Sequence[Thread]) -> Iterator[str]:
 
 
 def stack_lines(thread: Thread) -> Iterator[str]:
-    """Innermost first, without the launcher's at the other end, which are the same for every rank."""
+    """Yields a stack, innermost first, without the launcher's lines at its outer end."""
     script = max(
         (at for at, line in enumerate(thread.lines, 1) if not line.file.startswith((LAUNCHER, "<string>"))),
         default=None,

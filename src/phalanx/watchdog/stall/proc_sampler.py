@@ -1,12 +1,12 @@
-"""What the kernel says of the ranks' processes, and of those that they have started, over the last seconds.
+"""Samples what the kernel reports of the ranks' processes, and of those that they have started.
 
-Nothing is read as long as the ranks get on.
+Nothing is read as long as the ranks make progress.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from phalanx.status.rank_record import Vitals
@@ -16,43 +16,38 @@ from phalanx.system.procfs import ProcessFacts
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one process at one moment: sums since its start."""
+    """A sample of one process: sums since its start."""
 
     at: float
     facts: ProcessFacts
     moved: int
-    """Bytes, with those of its connections."""
-
-
-def read(pid: int, now: float, connections: Mapping[int, int]) -> Reading | None:
-    """None when there is no such process. ``connections``: see `tcp_bytes`."""
-    found = procfs.facts(pid)
-    return None if found is None else Reading(now, found, found.moved + tcp_bytes.moved_by(pid, connections))
+    """Bytes read and written, with those of its connections."""
 
 
 class ProcSampler:
-    """Readings of all these processes, as far back as they are of use."""
+    """The samples of the last seconds of all processes of the ranks."""
 
     def __init__(self, window: float) -> None:
-        """``window``: seconds."""
+        """``window``: how many seconds samples are kept."""
         self._window = window
         self._readings: dict[int, deque[Reading]] = {}
         self.families: dict[int, tuple[int, ...]] = {}
-        """Of each rank's process, those below it."""
+        """The processes below the process of each rank."""
 
     def clear(self) -> None:
         self._readings.clear()
         self.families.clear()
 
     def look(self, pids: Collection[int], now: float) -> None:
-        """One more reading of these processes and all below them."""
+        """Samples these processes and all below them."""
         self.families = procfs.families(pids)
         connections = tcp_bytes.moved_by_connection()
         everyone = [*pids, *(pid for family in self.families.values() for pid in family)]
         for pid in everyone:
-            found = read(pid, now, connections)
-            if found is not None:
-                self._readings.setdefault(pid, deque()).append(found)
+            facts = procfs.facts(pid)
+            if facts is not None:
+                moved = facts.moved + tcp_bytes.moved_by(pid, connections)
+                self._readings.setdefault(pid, deque()).append(Reading(now, facts, moved))
         for pid in set(self._readings) - set(everyone):
             del self._readings[pid]
         for readings in self._readings.values():
@@ -61,11 +56,11 @@ class ProcSampler:
 
     @property
     def span(self) -> float:
-        """Seconds between the first reading and the last."""
+        """Seconds between the first sample and the last."""
         return max((readings[-1].at - readings[0].at for readings in self._readings.values()), default=0.0)
 
     def vitals(self, pid: int) -> Vitals | None:
-        """None when it has ended, or was never seen."""
+        """Returns the rates of a process; None when it has ended, or was never sampled."""
         readings = self._readings.get(pid)
         if not readings or readings[-1].facts.state in "ZX":
             return None
@@ -88,8 +83,8 @@ class ProcSampler:
 
 
 def _lock_holder(pid: int, waits_in: str) -> str:
-    """Empty when it waits for no lock on a file; not every kernel says what it waits in."""
-    may_wait = waits_in in ("", "0") or "lock" in waits_in
+    """Returns the holder of the file lock that a process waits for; empty when it waits for none."""
+    may_wait = waits_in in ("", "0") or "lock" in waits_in  # not every kernel reports what it waits in
     holder = procfs.lock_holder(pid) if may_wait else None
     return "" if holder is None else f"pid {holder} ({procfs.command(holder)})"
 

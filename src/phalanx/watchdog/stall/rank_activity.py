@@ -1,4 +1,4 @@
-"""What a rank does instead of what the others wait for: from its record to a kind and a line of code."""
+"""Finds out what a rank does while others wait for it: a kind and a line of code, from its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SWAPPED = 16 << 20
 _FAULTS = 20.0
 _LOADER = ("torch/utils/data/dataloader.py",)
 
-# What the kernel says it sleeps in, or what the innermost lines are part of, or what the user's line says.
+# By the kernel function that it sleeps in, by the files of the innermost lines, or by the text of the user's line.
 _BY_KERNEL = (
     ("sleeps", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep")),
     ("child", ("do_wait", "kernel_wait4")),
@@ -42,31 +42,31 @@ _BY_TEXT = (
         ),
     ),
 )
-# sqlite waits by trying again: its process sleeps in a call that only asks a database for something.
+# sqlite waits by sleeping and trying again, in a call of the database.
 _ASKS_DATABASE = re.compile(r"\.(execute|executemany|executescript|commit)\(")
 
 
 @dataclass(frozen=True)
 class RankActivity:
-    """Of one rank."""
+    """The activity of one rank."""
 
     kind: str
     """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, native lock,
     file lock, sqlite, store, queue, network, idle or unknown"""
     line: CodeLine | None = None
-    """The innermost of the user's."""
+    """The innermost line of the user's code."""
     helper: Child | None = None
-    """The process that it waits for, if that is known: a worker of the loader, or a program."""
+    """The process that it waits for, if that is known: a worker of the DataLoader, or a program."""
     holder: CodeLine | None = None
-    """Where the thread stands that probably holds the lock, or keeps a process that has finished."""
+    """The line of the thread that probably holds the lock, or keeps a process that has finished."""
     handler: CodeLine | None = None
-    """Where the main thread of a rank that has finished stands: in what is to be done at exit."""
+    """The line of a rank that has finished, if it is in an atexit handler or a destructor."""
     left: CodeLine | None = None
-    """The line of the loop that it has left, as the ranks that wait have it."""
+    """The line of the loop that it has left, and that the waiting ranks are in."""
 
 
 def rank_activity(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> RankActivity:
-    """``waiting``: the ranks that wait for this one."""
+    """Returns what a rank does. ``waiting``: the ranks that wait for it."""
     if record.exit_code is not None:
         return RankActivity("ended")
     main = record.main
@@ -91,7 +91,7 @@ def rank_activity(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Ran
 
 
 def _by_kernel_alone(vitals: Vitals | None) -> str | None:
-    """What holds a process up whatever its code is."""
+    """Returns what keeps a process from running, whatever its code is."""
     if vitals is None:
         return "unknown"
     if vitals.state in ("T", "t"):
@@ -113,7 +113,7 @@ def _idle_kind(record: RankRecord, main: Thread | None) -> str:
         return found
     if vitals.state == "D" or vitals.waits_for_disk:
         return "disk"
-    if vitals.waits_in.startswith("futex"):  # which stands behind many things; Python's own locks are known by now
+    if vitals.waits_in.startswith("futex"):  # many things use it; Python's own locks are known by now
         return "native lock" if main is not None else "lock"
     return "idle" if main is not None else "unknown"
 
@@ -124,7 +124,7 @@ def _by_kernel(vitals: Vitals) -> str | None:
 
 def _by_code(main: Thread) -> str | None:
     if main.lines and not main.lines[0].is_users:
-        # Only the innermost few are about what it waits for; those further out have called it.
+        # Only the innermost few lines show what it waits for; those further out have called them.
         inner = [line for line in main.lines[:4] if not line.is_users]
         for kind, files in _BY_FILE:
             if any(line.file.endswith(files) for line in inner):
@@ -137,7 +137,7 @@ def _by_code(main: Thread) -> str | None:
 
 
 def _is_in_loader(main: Thread) -> bool:
-    """It waits for a batch that the loader's processes are to bring: nothing of the user's is within the loader."""
+    """True if it waits for a batch of the loader's processes: no line of the user's is inside of the loader."""
     for line in main.lines:
         if line.is_users:
             return False
@@ -147,7 +147,7 @@ def _is_in_loader(main: Thread) -> bool:
 
 
 def _stuck(children: Sequence[Child], of_loader: bool) -> Child | None:
-    """The process that is waited for. An idle worker of a loader stands in no line of the user's."""
+    """Returns the process that is waited for. An idle worker of a loader is in no line of the user's."""
     if not of_loader:
         return children[-1] if children else None
     workers = [child for child in children if any(map(_is_loader_worker, child.threads))]
@@ -161,7 +161,7 @@ def _is_loader_worker(thread: Thread) -> bool:
 
 
 def _line_within_worker(child: Child) -> CodeLine | None:
-    """The user's line that a loader's worker is in; those further out are the rank's, from before the fork."""
+    """Returns the user's line that a loader's worker is in; those further out are from before the fork."""
     main = main_thread(child.threads)
     for line in main.lines if main else ():
         if line.file.endswith(WORKER_FILE):
@@ -172,7 +172,7 @@ def _line_within_worker(child: Child) -> CodeLine | None:
 
 
 def helper_line(child: Child) -> CodeLine | None:
-    """Where a process that a rank waits for stands, if it is Python."""
+    """Returns the line of a process that a rank waits for, if it is Python."""
     main = main_thread(child.threads)
     if main is None:
         return None
@@ -180,18 +180,18 @@ def helper_line(child: Child) -> CodeLine | None:
 
 
 def _at_exit(main: Thread | None) -> CodeLine | None:
-    """The line of an atexit handler, or of a destructor, that the main thread is in after the script's last line.
+    """Returns the line of an atexit handler, or of a destructor, that the main thread is in after the script's end.
 
     Python waits for the other threads in threading._shutdown; handlers are called by no other line of Python.
     """
-    # Where the main thread is in no line of Python, another one is taken for it, which began in _bootstrap.
+    # If the main thread is in no line of Python, another one is taken for it, which began in _bootstrap.
     if main is None or not main.lines or main.lines[-1].function in ("_shutdown", "<module>", "_bootstrap"):
         return None
     return next(iter(main.users), main.lines[-1])
 
 
 def _holder(threads: Sequence[Thread]) -> CodeLine | None:
-    """Whoever holds the lock, or keeps the process, is another thread that runs the user's code."""
+    """Returns the line of the thread that may hold the lock or keep the process: another one in the user's code."""
     return next((thread.shown for thread in threads if not thread.is_main and thread.users), None)
 
 
@@ -199,7 +199,7 @@ def _holder(threads: Sequence[Thread]) -> CodeLine | None:
 
 
 def has_left(record: RankRecord, other: RankRecord) -> CodeLine | None:
-    """The line where ``other`` is in a loop that this rank has left: it is further down in the same function."""
+    """Returns the line of a loop that ``other`` is in and this rank has left: it is further down in the function."""
     ours, theirs = record.main, other.main
     if ours is None or theirs is None:
         return None

@@ -1,4 +1,4 @@
-"""Collects all that can be known of the ranks of this node, on a thread of its own: it takes a second or two."""
+"""Collects all that can be known of the ranks of this node, on its own thread: that takes a second or two."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx import messages
@@ -21,28 +20,18 @@ _LONGEST = 6.0
 _LAST_WORDS = 2.0
 _ANSWER = 0.5
 _SLOW_ANSWER = 3.0
-"""If torch's compiler is there, torch may take seconds to find the line that has asked for a collective."""
+"""If torch's compiler is loaded, torch may take seconds to find the line that has called a collective."""
 _MOST_CHILDREN = 16
 
 
-@dataclass(frozen=True)
-class StalledRank:
-    """A rank as it is known before the inquiry."""
-
-    record: RankRecord
-    pid: int | None
-    """None: it has ended."""
-
-
 class SnapshotCollector:
-    """Into why they stand still."""
+    """Completes the records of ranks that make no progress with their pages and stacks."""
 
-    def __init__(self, subjects: Sequence[StalledRank], directory: Path, done: Callable[[], None]) -> None:
-        """``done`` is called on the thread, when the records are there."""
-        self._subjects, self._directory, self._done = subjects, directory, done
-        self.records: list[RankRecord] | None = None
+    def __init__(self, records: Sequence[RankRecord], directory: Path, done: Callable[[], None]) -> None:
+        """``done`` is called on the thread, when the records are complete."""
+        self.records, self._directory, self._done = list(records), directory, done
         self.trouble: str | None = None
-        """Why they are not complete."""
+        """Why the records are not complete."""
         self._thread = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._thread.start()
 
@@ -51,50 +40,46 @@ class SnapshotCollector:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Nobody waits for what it finds any more, but a process that it has started should not be left alone."""
+        """Waits a moment for the thread, so that no process that it has started is left over."""
         self._thread.join(_LAST_WORDS)
 
     def _collect(self) -> None:
-        """Whatever happens: what was known before is better than nothing."""
-        records = [subject.record for subject in self._subjects]
         try:
-            records = self._completed()
-        except Exception as error:  # noqa: BLE001 (there is nobody above this but the end of the thread)
+            self.records = self._completed()
+        except Exception as error:  # noqa: BLE001 (what was known before is better than nothing)
             self.trouble = f"{type(error).__name__}: {error}"
-        self.records = records
         self._done()
 
     def _completed(self) -> list[RankRecord]:
         deadline = time.monotonic() + _LONGEST
-        with ThreadPoolExecutor(min(16, len(self._subjects))) as pool:
-            records = list(pool.map(self._with_page, self._subjects))
+        with ThreadPoolExecutor(min(16, len(self.records))) as pool:
+            records = list(pool.map(self._with_page, self.records))
         wanted = [
             Wanted(
-                subject.pid,
+                record.vitals.pid,
                 _children_of_interest(record),
                 layout.status_path(self._directory, record.rank),
                 layout.stacks_path(self._directory, record.rank),
             )
-            for subject, record in zip(self._subjects, records, strict=True)
-            if subject.pid is not None
+            for record in records
+            if record.vitals is not None
         ]
         found = stacks_of(wanted, deadline)
         return [
             messages.replace(
                 record,
-                threads=found.get(subject.pid or 0, ()),
+                threads=found.get(record.vitals.pid, ()) if record.vitals else (),
                 children=tuple(
                     messages.replace(child, threads=found.get(child.vitals.pid, ())) for child in record.children
                 ),
             )
-            for subject, record in zip(self._subjects, records, strict=True)
+            for record in records
         ]
 
-    def _with_page(self, subject: StalledRank) -> RankRecord:
-        """As new as can be. A rank that cannot answer has the page that it had."""
-        record = subject.record
+    def _with_page(self, record: RankRecord) -> RankRecord:
+        """Returns the record with the page of now. A rank that cannot answer keeps the page that it had."""
         path = layout.status_path(self._directory, record.rank)
-        if subject.pid is not None and record.vitals is not None and record.vitals.state not in "Tt":
+        if record.vitals is not None and record.vitals.state not in "Tt":
             try:
                 is_slow = record.waits_in is not None and record.waits_in.op == UNNAMED
                 reading.ask(path, _SLOW_ANSWER if is_slow else _ANSWER)
@@ -111,10 +96,10 @@ class SnapshotCollector:
 
 
 def _with_source(line: CodeLine) -> CodeLine:
-    """On this node, which has the file and the working directory."""
+    """Adds the text of a line. To be called on the rank's node, which has the file and the working directory."""
     return messages.replace(line, file=shorten_path(line.file), source=source_of(line.file, line.line))
 
 
 def _children_of_interest(record: RankRecord) -> tuple[int, ...]:
-    """Of a rank that waits for other ranks, none."""
+    """Returns the processes below a rank whose stacks matter: none, if it waits for other ranks."""
     return () if record.waits_in else tuple(child.vitals.pid for child in record.children[:_MOST_CHILDREN])

@@ -1,9 +1,9 @@
-"""Gets the Python stacks of processes that stand still.
+"""Gets the Python stacks of processes that make no progress.
 
-A rank's own recorder writes those of all threads when it is asked to. If it cannot, because the interpreter is not
-free, or there is none, as in the workers of a data loader, a signal makes the main thread write its own. Last comes
-py-spy, if it is installed: for processes that are stopped, or not ours. A process that does not catch the signal would
-be killed by it, so that is looked at first.
+A rank's recorder writes the stacks of all threads on request. If it cannot, because the interpreter is not free, or
+there is no recorder, as in the workers of a DataLoader, a signal makes the main thread write its own stack. A process
+that does not catch the signal would be killed by it, so that is checked first. Last comes py-spy, if it is installed:
+for processes that are stopped, or not ours.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ _LONGEST_LOOK = 10.0
 
 @dataclass(frozen=True)
 class Wanted:
-    """A rank's process, and those below it that matter."""
+    """A rank's process, and those below it whose stacks are wanted."""
 
     pid: int
     children: Sequence[int]
     page: Path
     file: Path
-    """Where all of these write their stacks."""
+    """The file to which all of these write their stacks."""
 
 
 def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thread, ...]]:
-    """By pid. The processes of one rank share a file, so they are asked one after the other; the ranks all at once."""
+    """Returns the stacks by pid.
+
+    The processes of one rank share a file, so they are asked one after the other; the ranks are asked all at once.
+    """
     with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(wanted) or 1)) as pool:
         found = dict(zip((one.pid for one in wanted), pool.map(_by_recorder, wanted), strict=True))
     queues = {one: [pid for pid in (one.pid, *one.children) if not found.get(pid)] for one in wanted}
@@ -59,7 +62,7 @@ def stacks_of(wanted: Sequence[Wanted], deadline: float) -> dict[int, tuple[Thre
 
 
 def of_ranks(pids: Mapping[int, int], directory: Path) -> dict[int, tuple[Thread, ...]]:
-    """Of ranks with these processes, for whoever looks at a run from outside."""
+    """Returns the stacks of ranks with these processes, for a command that looks at a run from outside."""
     wanted = [
         Wanted(pid, (), layout.status_path(directory, rank), layout.stacks_path(directory, rank))
         for rank, pid in pids.items()
@@ -87,10 +90,10 @@ def _by_recorder(one: Wanted) -> tuple[Thread, ...]:
 
 def _by_signal(asked: Mapping[int, Path]) -> dict[int, tuple[Thread, ...]]:
     begins = {pid: _size(file) for pid, file in asked.items()}
-    answers = {pid: file for pid, file in asked.items() if _tell(pid)}
+    answers = {pid: file for pid, file in asked.items() if _send_signal(pid)}
     sizes, settled_at = dict(begins), dict.fromkeys(answers, 0.0)
     deadline = time.monotonic() + _LONGEST_ANSWER
-    # A file has no event that says "this was all"; a dump is written within a few milliseconds.
+    # A file has no event for the end of a dump, which is written within a few milliseconds.
     while time.monotonic() < deadline and any(not _is_settled(moment) for moment in settled_at.values()):
         time.sleep(_SETTLED / 5)
         for pid, file in answers.items():
@@ -101,18 +104,18 @@ def _by_signal(asked: Mapping[int, Path]) -> dict[int, tuple[Thread, ...]]:
 
 
 def _is_settled(moment: float) -> bool:
-    """It has grown, and then not for a while."""
+    """True if the file has grown, and then not for a while."""
     return moment > 0 and time.monotonic() - moment > _SETTLED
 
 
-def _tell(pid: int) -> bool:
-    """Whether the signal has been sent."""
+def _send_signal(pid: int) -> bool:
+    """Sends the signal, and returns True if that has worked."""
     try:
-        handle = os.pidfd_open(pid)  # from here on it cannot become another process
+        handle = os.pidfd_open(pid)  # it stays the same process, even if its pid is reused
     except OSError:
         return False
     try:
-        if not _listens(pid):
+        if not _catches_signal(pid):
             return False
         signal.pidfd_send_signal(handle, layout.STACK_SIGNAL)
     except OSError:  # another user's, or it has just ended
@@ -122,8 +125,8 @@ def _tell(pid: int) -> bool:
     return True
 
 
-def _listens(pid: int) -> bool:
-    """Whether it catches the signal, and runs: one that is stopped would answer after its return, to nobody."""
+def _catches_signal(pid: int) -> bool:
+    """True if a process catches the signal, and runs: a stopped one would answer too late."""
     caught = int(procfs.status(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (layout.STACK_SIGNAL - 1) & 1) and _is_running(pid)
 
@@ -150,7 +153,7 @@ def _tail(file: Path, begin: int) -> str:
 
 
 def _by_py_spy(pid: int) -> tuple[Thread, ...]:
-    """It reads the memory of a process that need not do anything for it, nor is it stopped for that."""
+    """Returns the stacks that py-spy reads from the memory of a process, without stopping it."""
     program = _py_spy()
     if program is None or procfs.stat(pid) is None:
         return ()

@@ -1,6 +1,6 @@
-"""The watch over ranks that make no progress: when they stand still it finds out why, says it, and perhaps ends them.
+"""Detects ranks that make no progress, finds out why, announces it, and asks for their end if the user wants that.
 
-It is called from the agent's loop. What takes time (asking ranks for their stacks) happens on another thread.
+The agent's loop calls it. What takes time (asking ranks for their stacks) happens on another thread.
 """
 
 from __future__ import annotations
@@ -15,37 +15,36 @@ from pathlib import Path
 from phalanx import run_files
 from phalanx.events import HangRecord
 from phalanx.messages import replace
-from phalanx.status.rank_record import RankRecord
-from phalanx.status.watched_rank import WatchedRank
+from phalanx.status.rank_record import RankRecord, WatchedRank
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallSnapshot, StallVerdict, aged_records
 from phalanx.watchdog.stall.classify import Hang, find_hang
 from phalanx.watchdog.stall.dump_file import dump_lines
 from phalanx.watchdog.stall.progress import ProgressMonitor
-from phalanx.watchdog.stall.snapshot import SnapshotCollector, StalledRank
+from phalanx.watchdog.stall.snapshot import SnapshotCollector
 from phalanx.watchdog.stall.stall_text import go_on, headline, verdict_lines
 from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
 _AGAIN = 10
-"""A verdict that has not changed is said again after ten times as long."""
+"""A verdict that has not changed is announced again after ten times as long."""
 _LOOK_AGAIN = 2
-"""Whether it has changed is looked at after twice as long, or when the pages say so."""
+"""The ranks are asked again after twice as long, or when their pages have changed."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user has asked for."""
+    """The user's flags."""
 
     stall_after: float
-    """Seconds; 0: nothing is watched."""
+    """Seconds; 0 turns the detector off."""
     kills: bool
 
 
 @dataclass(frozen=True)
-class Told:
-    """The verdict that stands."""
+class Announced:
+    """The last verdict."""
 
     picture: tuple[object, ...]
-    said: float
+    quiet: float
     """Seconds without progress when it was announced."""
 
 
@@ -60,37 +59,37 @@ class _Collected:
 
 
 class StallDetector:
-    """The watch over the ranks of this node, in one attempt."""
+    """Watches the ranks of this node in one attempt."""
 
     def __init__(
         self, terms: Terms, directory: Path, place: str, exchange: StallExchange, wake: Callable[[], None]
     ) -> None:
-        """``place``: the run directory, as it is printed; ``exchange``: with the other nodes; ``wake``: makes the
-        agent's loop turn."""
+        """``place``: the run directory, as it is printed; ``exchange``: with the other nodes; ``wake``: wakes the
+        agent's loop."""
         self._terms, self._directory, self._place = terms, directory, place
         self._exchange, self._wake = exchange, wake
-        self._progress_monitor = ProgressMonitor(directory, terms.stall_after)
+        self._progress = ProgressMonitor(directory, terms.stall_after)
         self._collector: SnapshotCollector | None = None
-        self._is_inquiring = False
+        self._is_collecting = False
         self._begun = _Collected((), 0.0, 0.0)
-        """What is being collected."""
+        """When the collector was started."""
         self._collected: _Collected | None = None
         self._judged: tuple[object, ...] = ()
         self._not_before = 0.0
-        self._told: Told | None = None
+        self._announced: Announced | None = None
         self._trouble: str | None = None
-        """Why not everything could be found out."""
+        """Why the last snapshot is not complete."""
         self._quiet = 0.0
-        """The longest that has been seen, of all nodes."""
+        """The longest time without progress on all nodes."""
 
-    def look(self, members: Mapping[int, WatchedRank]) -> None:
-        """Cheap, and most of the time nothing at all."""
+    def look(self, ranks: Mapping[int, WatchedRank]) -> None:
+        """Looks at the ranks if that is due. To be called in every turn of the agent's loop."""
         now = time.monotonic()
-        if self._terms.stall_after and self._progress_monitor.is_due(now):
-            self._look(members, now)
+        if self._terms.stall_after and self._progress.is_due(now):
+            self._look(ranks, now)
 
     def announced(self) -> Iterator[StallVerdict]:
-        """What is to be said now, on all nodes."""
+        """Yields the new verdicts, for this node to print."""
         while self._exchange.announced:
             yield self._exchange.announced.popleft()
 
@@ -98,18 +97,18 @@ class StallDetector:
         if self._collector is not None:
             self._collector.join()
 
-    def _look(self, members: Mapping[int, WatchedRank], now: float) -> None:
-        if self._progress_monitor.look(members, now):
-            self._is_inquiring, self._collected = False, None  # what it finds is of no interest any more
-        quiet = self._progress_monitor.quiet(now)
+    def _look(self, ranks: Mapping[int, WatchedRank], now: float) -> None:
+        if self._progress.look(ranks, now):
+            self._is_collecting, self._collected = False, None  # a snapshot of before is useless
+        quiet = self._progress.quiet(now)
         if quiet < self._terms.stall_after:
             self._exchange.publish(None)
             self._end_stall()
             return
-        if not self._progress_monitor.is_informed:
+        if not self._progress.is_informed:
             return
-        subjects = self._progress_monitor.subjects(members, now)
-        sightings = tuple(observation_of(subject.record) for subject in subjects)
+        records = self._progress.records(ranks, now)
+        sightings = tuple(map(observation_of, records))
         self._update_records(sightings, quiet, now)
         known = self._collected
         own = StallSnapshot(quiet, sightings, known.records if known is not None else None)
@@ -121,13 +120,13 @@ class StallDetector:
         if known is not None:
             own = replace(own, records=aged_records(known.records, now - known.at))
         if self._is_due(own, others):
-            self._inquire(subjects, own, now)
+            self._collect(records, own, now)
             self._judge((own, *others))
 
     # ---- is it one?
 
     def _is_due(self, own: StallSnapshot, others: Sequence[StallSnapshot]) -> bool:
-        """Every node sees the same, so each knows when the stacks of its ranks are wanted."""
+        """True if this is a stall. Every node sees the same, so each knows when the stacks of its ranks are wanted."""
         quiet = min(one.quiet for one in (own, *others))
         self._quiet = max(self._quiet, quiet)
         limit = stall_threshold(
@@ -136,28 +135,28 @@ class StallDetector:
         return limit is not None and quiet >= limit
 
     def _end_stall(self) -> None:
-        """A rank makes progress."""
-        if self._exchange.is_judge and self._told is not None:
+        """Announces the end of a stall, if there was one: a rank makes progress."""
+        if self._exchange.is_judge and self._announced is not None:
             self._exchange.announce(StallVerdict((go_on(self._quiet),)))
-        self._told, self._quiet = None, 0.0
+        self._announced, self._quiet = None, 0.0
 
     # ---- why?
 
-    def _inquire(self, subjects: Sequence[StalledRank], own: StallSnapshot, now: float) -> None:
-        """Not all the time: ranks that are asked again and again would never be left in peace."""
-        if self._collected is None and not self._is_inquiring and now >= self._not_before:
-            self._is_inquiring = True
+    def _collect(self, records: Sequence[RankRecord], own: StallSnapshot, now: float) -> None:
+        """Starts a collector, unless one runs or was done a moment ago: asking disturbs the ranks."""
+        if self._collected is None and not self._is_collecting and now >= self._not_before:
+            self._is_collecting = True
             self._begun = _Collected((), now, own.quiet)
-            self._collector = SnapshotCollector(subjects, self._directory, self._wake)
+            self._collector = SnapshotCollector(records, self._directory, self._wake)
 
     def _update_records(self, sightings: Sequence[Observation], quiet: float, now: float) -> None:
-        """Takes what the inquiry has found, and drops it when the pages have changed since, or after twice as long."""
+        """Takes what was collected, and drops it when the pages have changed since, or after twice as long."""
         collector = self._collector
-        if self._is_inquiring and collector is not None and collector.is_over:
-            self._is_inquiring = False
+        if self._is_collecting and collector is not None and collector.is_over:
+            self._is_collecting = False
             self._trouble = collector.trouble
             self._not_before = now + max(1.0, self._terms.stall_after / 2)
-            records = aged_records(tuple(collector.records or ()), now - self._begun.at)
+            records = aged_records(tuple(collector.records), now - self._begun.at)
             self._collected = replace_fields(self._begun, records=records, at=now)
         known = self._collected
         if known is not None:
@@ -166,25 +165,25 @@ class StallDetector:
                 self._collected = None
 
     def _judge(self, snapshots: Sequence[StallSnapshot]) -> None:
-        """When all that is known of all ranks is there."""
+        """Announces a verdict, if the records of all ranks are there and it is new."""
         if not self._exchange.is_judge or any(one.records is None for one in snapshots):
             return
         records = sorted((record for one in snapshots for record in one.records or ()), key=lambda found: found.rank)
         seen = tuple(replace(record, quiet=0.0) for record in records)
-        told = self._told
-        if told is not None and seen == self._judged and min(one.quiet for one in snapshots) < _AGAIN * told.said:
+        last = self._announced
+        if last is not None and seen == self._judged and min(one.quiet for one in snapshots) < _AGAIN * last.quiet:
             return
         hang = find_hang(records)
         limit = stall_threshold([observation_of(record) for record in records], self._terms.stall_after)
         if limit is None or hang.quiet < limit:
-            self._collected = None  # it looked different when the ranks were asked
+            self._collected = None  # it was no stall when the ranks were asked
             return
         self._judged = seen
-        if told is None or told.picture != hang.picture or hang.quiet >= _AGAIN * told.said:
-            self._told = Told(hang.picture, hang.quiet)
+        if last is None or last.picture != hang.picture or hang.quiet >= _AGAIN * last.quiet:
+            self._announced = Announced(hang.picture, hang.quiet)
             self._exchange.announce(self._verdict(hang, records))
 
-    # ---- the words
+    # ---- the verdict
 
     def _verdict(self, hang: Hang, records: list[RankRecord]) -> StallVerdict:
         lines = verdict_lines(hang)
@@ -210,5 +209,5 @@ class StallDetector:
 
 
 def _essence(sightings: Iterable[Observation]) -> tuple[object, ...]:
-    """What can change without any progress, and matters: not whether a rank computes at this moment."""
+    """Returns what matters of observations: not if a rank computes at this moment."""
     return tuple(replace(one, works=False, moves=False) for one in sightings)

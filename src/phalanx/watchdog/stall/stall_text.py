@@ -1,4 +1,4 @@
-"""The words for a run that stands still: never more than 15 lines, whatever the number of ranks."""
+"""The text about a run that makes no progress: never more than 15 lines, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DOES = {
 
 
 def verdict_lines(hang: Hang) -> list[str]:
-    """What is the matter. The first line stands for itself, and there is room for two more."""
+    """Describes a hang. The first line is complete by itself, and there is room for two more."""
     lines = [f"no rank has made progress for {_seconds(hang.quiet)}{_TITLES[hang.kind]}"]
     known = [side.collective for side in hang.differ]
     waiting = [group for group in hang.waiting if group.collective not in known]
@@ -56,7 +56,7 @@ def _rest(groups: Sequence[Waiting | Elsewhere], does: str, do: str) -> list[str
 
 
 def headline(hang: Hang) -> str:
-    """In one sentence: for the line that announces a restart, and the end of the run."""
+    """Describes a hang in one sentence: for the line that announces a restart, and the end of the run."""
     if hang.differ:
         one, other = hang.differ[:2]
         return clip(f"a hang: {those(one.ranks)} called {_call(one)}, {those(other.ranks)} called {_call(other)}")
@@ -107,7 +107,7 @@ def _waits(group: Waiting) -> str:
 
 
 def _side(group: Waiting) -> str:
-    """One of several different calls for the same collective."""
+    """Describes one of several different calls for the same collective."""
     if group.is_open:
         return _waits(group)
     return f"{those(group.ranks)} called {_name(group)}{_size(group)}{_place(group.line)}, and continued"
@@ -138,7 +138,7 @@ def _size(group: Waiting) -> str:
 
 
 def _elsewhere(group: Elsewhere, hang: Hang) -> list[str]:
-    """First what it does, then what is known beside."""
+    """Describes what ranks do that are waited for, and what else is known of one of them."""
     record, is_one = group.example, len(group.ranks) == 1
     is_missing = "" if hang.kind == "nobody" else " is missing" if is_one else " are missing"
     what = f"{those(group.ranks)}{is_missing}: {'it' if is_one else 'each'} {_does(group)}{_where(group.what)}"
@@ -150,7 +150,7 @@ def _elsewhere(group: Elsewhere, hang: Hang) -> list[str]:
 
 
 def _does(group: Elsewhere) -> str:
-    """What follows "it" or "each"."""
+    """Returns the words after "it" or "each"."""
     what, record = group.what, group.example
     left = f"has left the loop of {_short(what.left)}{_steps(record)} and " if what.left else ""
     return left + (_by_vitals(what.kind, record) or _DOES[what.kind])
@@ -247,11 +247,11 @@ def _steps(record: RankRecord) -> str:
     return f" after {count} step{'s' * (count > 1)}" if count else ""
 
 
-# ---- small words
+# ---- parts of sentences
 
 
 def those(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2-7``; of very many only some."""
+    """Returns ``rank 1``, ``ranks 0, 2-7``; of very many only some."""
     parts = []
     for first, last in runs_of(ranks):
         parts += (
@@ -267,7 +267,7 @@ def _wait(ranks: Sequence[int]) -> str:
 
 
 def _place(line: CodeLine | None) -> str:
-    """With a comma in front: file, line, function and text."""
+    """Returns a comma, file, line, function and text."""
     if line is None:
         return ""
     function = f" in {line.function}" if line.function != "<module>" else ""

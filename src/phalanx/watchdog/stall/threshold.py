@@ -1,7 +1,7 @@
-"""When a run stands still: a pure function from what each rank does to the seconds that it may take.
+"""Decides when a run is stalled: a pure function from what each rank does to a number of seconds.
 
-A false alarm is worse than a late one. So a rank that computes, reads or writes gets much longer than one that does
-nothing, and a run in which nobody waits for anybody is left alone as long as somebody works.
+A false report is worse than a late one. So a rank that computes, reads or writes gets much longer than one that does
+nothing, and a run in which no rank waits for another is not stalled as long as one of them works.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from phalanx.status.rank_record import RankRecord
 
 WHILE_WORKING = 4
 WHILE_STARTING = 10
-"""Before anybody's first step: compiling, downloading, warming up."""
+"""Before the first step of any rank: compiling, downloading, warm-up."""
 WHILE_ENDING = 10
-"""After somebody's last line: what is left to be done takes what it takes, and holds up nobody."""
+"""After a rank's last line: what is left to do may take long, and no rank waits for it."""
 
 
 class Observation(Record, frozen=True):
-    """What one rank does, as far as it matters here."""
+    """What one rank does, as far as the threshold depends on it."""
 
     rank: Rank
     waits_in: tuple[str, int, str, int] | None = None
@@ -28,14 +28,14 @@ class Observation(Record, frozen=True):
     has_stepped: bool = True
     phase: str = "other"
     works: bool = False
-    """It, or a process that it has started, computes, reads or writes."""
+    """True if it, or a process that it has started, computes, reads or writes."""
     moves: bool = False
-    """It reads or writes."""
+    """True if it reads or writes."""
     is_stopped: bool = False
     has_ended: bool = False
-    """Its script's last line is behind it."""
+    """True if its script has ended."""
     is_gone: bool = False
-    """So is its process."""
+    """True if its process has ended too."""
 
 
 def observation_of(record: RankRecord) -> Observation:
@@ -56,11 +56,11 @@ def observation_of(record: RankRecord) -> Observation:
 
 
 def stall_threshold(sightings: Sequence[Observation], stall_after: float) -> float | None:
-    """Seconds without progress of any rank after which these stand still; None: they may go on like this for ever."""
+    """Returns the seconds without progress of any rank after which these are stalled; None if they never are."""
     waiting = [one for one in sightings if one.waits_in]
     others = [one for one in sightings if not one.waits_in]
     if len(sightings) < 2 or not any(one.has_joined or one.waits_in for one in sightings):
-        return None  # a script may sleep as it likes
+        return None  # ranks that never join may sleep as long as they like
     if any(one.phase == "checkpoint" and one.works for one in others):
         return None
     working = [one for one in others if one.works and not one.has_ended]
@@ -74,14 +74,14 @@ def stall_threshold(sightings: Sequence[Observation], stall_after: float) -> flo
 
 
 def _threshold_within(waiting: Sequence[Observation], stall_after: float) -> float | None:
-    """All are in the same collective, so nobody is missing: it may be slow."""
+    """The threshold if all ranks are in the same collective: none is missing, and it may be slow."""
     if any(one.moves for one in waiting):
         return None
     return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else 1)
 
 
 def _threshold_without(others: Sequence[Observation], stall_after: float) -> float | None:
-    """Nobody waits for another."""
+    """The threshold if no rank waits for another."""
     if any(one.works for one in others) or all(one.is_gone for one in others):
         return None
     return stall_after * (WHILE_ENDING if any(one.has_ended for one in others) else 1)

@@ -1,4 +1,4 @@
-"""The pace of the ranks of all nodes: each reports its own to the one that compares them."""
+"""Collects the pace of the ranks of all nodes: each reports its own to the one that judges."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _SOURCE = "another node's report on the pace of its ranks"
 
 
 class PaceReport(Message, frozen=True):
-    """The ranks of one node since its last report, a few seconds ago."""
+    """The pace of the ranks of one node since its last report, a few seconds ago."""
 
     host: Name
     windows: Mapping[int, tuple[Window, ...]]
-    """Of each rank that lives."""
+    """The windows of each living rank."""
     conditions: Mapping[int, Conditions]
-    """Under which it worked, as far as that is known."""
+    """The conditions under which each worked, as far as they are known."""
 
 
 class StragglerRecord(Record, frozen=True):
-    """What a run keeps of a rank that holds up the others, or no longer does."""
+    """A rank that slows down the others, or no longer does, as the run directory keeps it."""
 
     said: Text
     rank: Rank
     host: Name
     is_over: bool
     slower: float
-    """0.3: its own work takes 30 % longer than that of the median."""
+    """The part by which it is slower than the median: 0.3 is 30 %."""
     own: Seconds
-    """Its own work in a step."""
+    """Seconds of its own work in a step."""
     usual: Seconds
     steps: Count
     at_step: Count
@@ -43,7 +43,7 @@ class StragglerRecord(Record, frozen=True):
 
 
 class StragglerVerdict(Message, frozen=True):
-    """What all nodes print and keep."""
+    """A straggler, for all nodes to print and to keep."""
 
     lines: tuple[Text, ...]
     straggler: StragglerRecord
@@ -60,21 +60,21 @@ class PaceExchange:
         self._reports: dict[int, PaceReport] = {}
 
     def report(self, own: PaceReport) -> None:
-        """To the node that judges."""
+        """Sends the report of this node to the node that judges."""
         self._exchange.publish("pace", messages.encode(own), False)
 
     def others(self) -> list[PaceReport] | None:
-        """The latest of each other node; None: there is one that has not reported yet."""
+        """Returns the latest report of each other node; None if one has not reported yet."""
         found = [self._reports.get(node) for node in self._exchange.others]
         return None if None in found else [one for one in found if one is not None]
 
     def announce(self, verdict: StragglerVerdict) -> None:
-        """On all nodes."""
+        """Announces a verdict on all nodes."""
         self.announced.append(verdict)
         self._exchange.publish("pace", messages.encode(verdict), True)
 
     def receive(self, node: int, body: bytes) -> None:
-        """What another node has published."""
+        """Takes a message of another node."""
         match messages.decode(body, PaceReport | StragglerVerdict, _SOURCE):
             case PaceReport() as report:
                 self._reports[node] = report

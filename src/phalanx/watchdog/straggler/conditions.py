@@ -1,4 +1,4 @@
-"""Under which conditions a rank works: its share of the cores, its memory, its disk, and how busy the machine is."""
+"""The conditions under which a rank works: its share of the cores, its memory, its disk, and the machine's load."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from phalanx.system import cgroups, procfs
 from phalanx.system.procfs import ProcessFacts
 
 _BUSY, _THROTTLED, _DISK, _FULL, _LOADED = 0.1, 0.01, 0.05, 0.9, 1.5
-"""From where on they are worth a word."""
+"""The least values that are reported."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """At a rank's process and its machine, at one moment."""
+    """A sample of a rank's process and its machine."""
 
     at: float
     process: ProcessFacts
     cpu: float
-    """Seconds, with all processes below it."""
+    """CPU seconds, with all processes below it."""
     throttled: float
     """Seconds in which its control group, or one above it, had used up its quota."""
 
 
 class Conditions(Record, frozen=True):
-    """Between two looks. Shares are of the time that has passed."""
+    """The conditions between two samples. Shares are of the time that has passed."""
 
     cpu: float
-    """1.5: one and a half cores."""
+    """Cores in use: 1.5 is one and a half."""
     queued: float
-    """It could have run, but had no core."""
+    """The share in which it could have run, but had no core."""
     throttled: float
-    """Its control group had used up its quota."""
+    """The share in which its control group had used up its quota."""
     disk_wait: float
     resident: Count
     """Bytes."""
     swapped: Count
     memory_used: float
-    """Of the machine's."""
+    """The share of the machine's memory that is in use."""
     load: float
-    """Processes that want to run, or wait for a disk, on average of a minute."""
+    """Processes that want to run, or wait for a disk: the average of a minute."""
     cores: Count
 
     def __str__(self) -> str:
-        """``CPU share 48 %, throttled by its cgroup 31 % of the time``: the first always, the rest when it matters."""
+        """Returns ``CPU share 48 %, throttled by its cgroup 31 % of the time``: the first always, the rest if large."""
         known = [
             (True, f"CPU share {self.cpu:.0%}"),
             (self.throttled >= _THROTTLED, f"throttled by its cgroup {self.throttled:.0%} of the time"),
@@ -61,7 +61,7 @@ class Conditions(Record, frozen=True):
 
 
 def looks(pids: Collection[int]) -> dict[int, Look]:
-    """One look at each of these processes that has not ended."""
+    """Samples each of these processes that has not ended."""
     found = {}
     for pid, below in procfs.families(pids).items():
         process = procfs.facts(pid)

@@ -1,6 +1,6 @@
-"""The agent's eye on the pace of its ranks: a rank that holds up the others is named, and it is said when that is over.
+"""Watches the pace of the ranks: names a rank that slows down the others, and reports when it keeps up again.
 
-With several nodes one of them compares the ranks of all; the others send it what it needs, every few seconds.
+With several nodes one of them compares the ranks of all; the others send it their windows every few seconds.
 """
 
 from __future__ import annotations
@@ -12,48 +12,48 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from phalanx.status import layout
-from phalanx.status.watched_rank import WatchedRank
+from phalanx.status.rank_record import WatchedRank
 from phalanx.status.windows import Window, read_windows
-from phalanx.watchdog.straggler import conditions, straggler_text
+from phalanx.watchdog.straggler import conditions
 from phalanx.watchdog.straggler.across_nodes import PaceExchange, PaceReport, StragglerRecord, StragglerVerdict
 from phalanx.watchdog.straggler.conditions import Conditions, Look
-from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler
+from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler, one_line
 
 _EVERY = 1.0
 _SEND_EVERY = 3.0
-_SAID_AT_MOST = 2
-"""Times in a run that the same rank is named on the console; the event file has them all."""
+_PRINTED_AT_MOST = 2
+"""How often the same rank is named on the console in a run; the event file has all."""
 _LONG_ENOUGH = 0.9
-"""Seconds over which the conditions of a rank are looked at."""
+"""Seconds over which the conditions of a rank are sampled."""
 
 
 class PaceMonitor:
-    """Of a run on this node."""
+    """Watches the pace of the ranks of this node in a run."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._host = socket.gethostname()
-        self._said: Counter[int] = Counter()
+        self._printed: Counter[int] = Counter()
 
     def begin(self, exchange: PaceExchange) -> None:
-        """A new attempt: the ranks count their steps from the start again."""
+        """Begins an attempt, in which the ranks count their steps from the start again."""
         self._exchange = exchange
         self._judge = Judge()
         self._due = self._sent_at = 0.0
         self._looks: dict[int, Look] = {}
-        """Of ranks that may be slow, when that was first seen; of all ranks, if another node judges."""
+        """The first sample of each rank that may be slow; of every rank, if another node judges."""
         self._found: dict[int, Straggler] = {}
-        """Those whose conditions have not been looked at for long enough."""
+        """Stragglers whose conditions have not been sampled for long enough."""
         self._unsent: dict[int, dict[int, Window]] = {}
         """By rank and step."""
 
-    def look(self, members: Mapping[int, WatchedRank]) -> None:
-        """To be called all the time."""
+    def look(self, ranks: Mapping[int, WatchedRank]) -> None:
+        """Compares the ranks once a second. To be called in every turn of the agent's loop."""
         now = time.monotonic()
         if now < self._due:
             return
         self._due = now + _EVERY
-        living = {rank: member.pid for rank, member in members.items() if member.pid and not member.exited}
+        living = {number: rank.pid for number, rank in ranks.items() if rank.pid and not rank.exited}
         windows = {rank: read_windows(layout.status_path(self._directory, rank)) for rank in living}
         if self._exchange.is_judge:
             self._compare(windows, living)
@@ -65,16 +65,16 @@ class PaceMonitor:
     def _compare(self, windows: Mapping[int, Sequence[Window]], living: Mapping[int, int]) -> None:
         others = self._exchange.others()
         if others is None:
-            return  # without the others an own rank would be compared with the wrong ones
+            return  # all ranks are needed for the median
         elsewhere = {rank: found for one in others for rank, found in one.windows.items()}
         for found in self._judge.add({**elsewhere, **windows}):
             if found.rank in elsewhere:
                 one = next(one for one in others if found.rank in one.windows)
-                self._tell(found, one.host, one.conditions.get(found.rank))
+                self._announce(found, one.host, one.conditions.get(found.rank))
             elif not found.is_over:
                 self._found[found.rank] = found
             elif self._found.pop(found.rank, None) is None:
-                self._tell(found, self._host, None)
+                self._announce(found, self._host, None)
         self._look_at_suspects(living)
 
     def _look_at_suspects(self, living: Mapping[int, int]) -> None:
@@ -88,10 +88,10 @@ class PaceMonitor:
                 continue
             first = self._looks.setdefault(rank, found)
             if rank in self._found and found.at - first.at >= _LONG_ENOUGH:
-                self._tell(self._found.pop(rank), self._host, conditions.between(first, found))
+                self._announce(self._found.pop(rank), self._host, conditions.between(first, found))
 
-    def _tell(self, found: Straggler, host: str, under: Conditions | None) -> None:
-        line = straggler_text.one_line(found, host, under)
+    def _announce(self, found: Straggler, host: str, under: Conditions | None) -> None:
+        line = one_line(found, host, under)
         record = StragglerRecord(
             said=line,
             rank=found.rank,
@@ -105,11 +105,11 @@ class PaceMonitor:
             phases=found.lag.phases,
             conditions=under,
         )
-        self._said[found.rank] += 1
-        is_said = self._said[found.rank] <= 2 * _SAID_AT_MOST  # its beginning and its end
-        self._exchange.announce(StragglerVerdict((line,) if is_said else (), record))
+        self._printed[found.rank] += 1
+        is_printed = self._printed[found.rank] <= 2 * _PRINTED_AT_MOST  # its beginning and its end
+        self._exchange.announce(StragglerVerdict((line,) if is_printed else (), record))
 
-    # ---- another one does
+    # ---- another node judges
 
     def _send(self, windows: Mapping[int, Sequence[Window]], living: Mapping[int, int], now: float) -> None:
         for rank, found in windows.items():

@@ -1,7 +1,7 @@
-"""Which rank holds up the others, by how much, and in which phase: pure functions of windows of ten steps.
+"""Finds the rank that slows down the others, by how much, and in which phase: pure functions of windows of ten steps.
 
-Compared is what each rank did by itself in the same steps, without what it waited for others: in a data-parallel run
-every step takes all ranks equally long, so the time of a whole step says nothing.
+It compares the own work of the ranks in the same steps, without their waits for others: in a data-parallel run every
+step takes all ranks equally long, so the time of a whole step shows no difference.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from phalanx.status.layout import WINDOW_STEPS
 from phalanx.status.windows import Window
 
 SLOWER = 0.2
-"""By how much more than the others' median a rank has to need."""
+"""The part by which a straggler's own work exceeds the median of the others."""
 NOTICEABLE = 1e-3
 """Seconds in a step; less is noise."""
 ENOUGH = 5
 """Windows in a row."""
-_TELLING = 0.25
+_NAMED = 0.25
 """The part of the difference from which on a phase is named."""
 _KEPT = 64
 _LONGEST_ROW = 500
@@ -29,20 +29,20 @@ _LONGEST_ROW = 500
 
 @dataclass(frozen=True)
 class Lag:
-    """How one rank compares with the others. In seconds of a step."""
+    """One rank compared with the others, in seconds per step."""
 
     own: float
-    """Of its own work."""
+    """Its own work."""
     usual: float
-    """The median of the others'."""
+    """The median of the others."""
     excess: Mapping[str, float]
-    """By phases, what it needs more than the others' median."""
+    """By phase, how much more it needs than the median of the others."""
     updates: int = 0
-    """The last step that was looked at."""
+    """The last step that was compared."""
 
     @property
     def slower(self) -> float:
-        """0.3: by 30 %."""
+        """The part by which it is slower: 0.3 is 30 %."""
         return self.own / self.usual - 1 if self.usual > 0 else 0.0
 
     @property
@@ -51,25 +51,25 @@ class Lag:
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Where the difference lies, most of it first."""
+        """The phases with most of the difference, largest first."""
         total = sum(max(0.0, seconds) for seconds in self.excess.values())
         by_size = sorted(self.excess.items(), key=lambda pair: -pair[1])
-        return tuple(phase for phase, seconds in by_size if total > 0 and seconds >= _TELLING * total)
+        return tuple(phase for phase, seconds in by_size if total > 0 and seconds >= _NAMED * total)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow, or that was and keeps up again."""
+    """A rank that is slow, or that was slow and keeps up again."""
 
     rank: int
     lag: Lag
     steps: int
-    """For how many it has been so."""
+    """The number of steps for which that is so."""
     is_over: bool = False
 
 
 class Judge:
-    """Follows the windows of all ranks of an attempt."""
+    """Compares the windows of all ranks of an attempt."""
 
     def __init__(self) -> None:
         self._windows: dict[int, dict[int, Window]] = {}
@@ -77,16 +77,16 @@ class Judge:
         self._judged = 0
         """The last step."""
         self._rows: dict[int, deque[Lag]] = {}
-        """Of each rank, the windows in a row in which it was slow; of a straggler, in which it was not."""
+        """By rank, the windows in a row in which it was slow; for a straggler, in which it was not."""
         self._stragglers: set[int] = set()
 
     @property
     def suspects(self) -> set[int]:
-        """Ranks that were slow in the last window, and may become stragglers."""
+        """The ranks that were slow in the last window, and may become stragglers."""
         return {rank for rank, row in self._rows.items() if row} - self._stragglers
 
     def add(self, windows: Mapping[int, Sequence[Window]]) -> list[Straggler]:
-        """``windows``: the latest of every rank that lives. Returns what has become known by them."""
+        """Returns the new stragglers and those that keep up again. ``windows``: the latest of every living rank."""
         for rank in self._windows.keys() - windows.keys():
             self._forget(rank)
         for rank, latest in windows.items():
@@ -127,7 +127,7 @@ class Judge:
 
 
 class Field:
-    """All ranks in one window. It is sorted once, however many there are."""
+    """All ranks in one window, sorted once."""
 
     def __init__(self, step: Mapping[int, Window]) -> None:
         self._step = step
@@ -136,7 +136,7 @@ class Field:
         self._seconds = {phase: sorted(one.seconds.get(phase, 0.0) for one in step.values()) for phase in phases}
 
     def compare(self, rank: int) -> Lag:
-        """One rank with the others."""
+        """Compares one rank with the others."""
         own = self._step[rank]
         excess = {
             phase: (seconds - _median_of_others(self._seconds[phase], seconds)) / WINDOW_STEPS
@@ -146,14 +146,14 @@ class Field:
 
 
 def _median_of_others(ordered: Sequence[float], own: float) -> float:
-    """Of these without one's own. Of two in the middle the slower one counts: with a single fast rank among three the
-    two others are not slow."""
+    """Returns the median without ``own``. Of two in the middle the slower one counts: with a single fast rank among
+    three, the other two are not slow."""
     middle = (len(ordered) - 1) // 2
     return ordered[middle + 1] if bisect_left(ordered, own) <= middle else ordered[middle]
 
 
 def summary(row: Sequence[Lag]) -> Lag:
-    """What is typical of these: one window with a checkpoint or an evaluation in it does not count."""
+    """Returns the median of several windows: one with a checkpoint or an evaluation in it does not count."""
     return Lag(
         own=median(lag.own for lag in row),
         usual=median(lag.usual for lag in row),
@@ -163,7 +163,7 @@ def summary(row: Sequence[Lag]) -> Lag:
 
 
 def slowest(windows: Mapping[int, Sequence[Window]]) -> tuple[int, Lag] | None:
-    """Of these ranks the one with most work of its own, by the steps that all have in common."""
+    """Returns the rank with most work of its own, by the steps that all ranks have in common."""
     by_step = {rank: {window.updates: window for window in known} for rank, known in windows.items() if known}
     if len(by_step) < 2:
         return None
@@ -174,3 +174,35 @@ def slowest(windows: Mapping[int, Sequence[Window]]) -> tuple[int, Lag] | None:
     fields = [Field(step) for step in steps]
     lags = {rank: summary([field.compare(rank) for field in fields]) for rank in by_step}
     return max(lags.items(), key=lambda pair: pair[1].own)
+
+
+# ---- as text
+
+
+def one_line(straggler: Straggler, host: str, conditions: object) -> str:
+    """Describes a straggler on one line. ``conditions``: under which it works; None if they are not known."""
+    rank, lag = straggler.rank, straggler.lag
+    if straggler.is_over:
+        return f"rank {rank} keeps up again: {work(lag)}, for {straggler.steps} steps"
+    text = f"rank {rank} is {percent(lag.slower)} slower than the median ({work(lag)}) for {straggler.steps} steps"
+    text += f", in {phases(lag)}"
+    return f"{text}; on host {host}: {conditions}" if conditions is not None else text
+
+
+def work(lag: Lag) -> str:
+    return f"own work {milliseconds(lag.own)} a step against {milliseconds(lag.usual)}"
+
+
+def phases(lag: Lag) -> str:
+    """Returns ``data``, or ``forward and backward``."""
+    *most, last = lag.phases or ("no phase more than in others",)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    amount = seconds * 1e3
+    return f"{amount:.0f} ms" if amount >= 9.95 else f"{amount:.1f} ms"
