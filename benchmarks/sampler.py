@@ -25,7 +25,7 @@ from phalanx.bench.commands import Sample, Settings, Step, installed, report_pro
 from phalanx.bench.common import MILLI, Benchmark, Flag, Row, by_contender, count, counts, positive, several
 
 OURS, TORCH, TORCHDATA = "ShardSampler", "DistributedSampler", "StatefulDistributedSampler"
-HOMES = {OURS: "phalanx.data", TORCH: "torch.utils.data", TORCHDATA: "torchdata.stateful_dataloader.sampler"}
+HOMES = {OURS: "phalanx.data.sampler", TORCH: "torch.utils.data", TORCHDATA: "torchdata.stateful_dataloader.sampler"}
 BYTES = 48  # that DistributedSampler takes for each sample at its peak: a Python int, and its places in two lists
 TAKEN = 100_000  # indices that are taken while memory is measured: enough for blocks to have grown to their full size
 

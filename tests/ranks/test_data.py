@@ -18,7 +18,7 @@ RunRanks = Callable[..., list[Any]]
 
 def test_every_sample_comes_once(run_ranks: RunRanks) -> None:
     def check(world: World) -> list[Any]:
-        from phalanx.data import ShardSampler
+        from phalanx import ShardSampler
 
         data: Any = range(1001)
         sampler = ShardSampler(data, uneven="exact")
@@ -39,7 +39,7 @@ def test_every_sample_comes_once(run_ranks: RunRanks) -> None:
 
 def test_a_run_goes_on_with_another_number_of_ranks(run_ranks: RunRanks) -> None:
     def check(world: World, state: dict[str, int] | None, batches: int | None) -> tuple[list[int], dict[str, int]]:
-        from phalanx.data import ShardSampler
+        from phalanx import ShardSampler
 
         data: Any = range(500)
         sampler = ShardSampler(data, seed=9, uneven="exact")
@@ -62,7 +62,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(run_ranks: RunRanks) -> None
 
 def test_iterables_are_split_by_rank_and_worker(run_ranks: RunRanks) -> None:
     def check(world: World) -> list[int]:
-        from phalanx.data import shard
+        from phalanx import shard
 
         loader: DataLoader[int] = DataLoader(shard(range(100)), batch_size=7, num_workers=2)
         return [index for batch in loader for index in batch.tolist()]
@@ -74,7 +74,7 @@ def test_iterables_are_split_by_rank_and_worker(run_ranks: RunRanks) -> None:
 
 def test_torchs_own_group_is_found(run_ranks: RunRanks, tmp_path: Path) -> None:
     def check(rank: int, meeting: str) -> tuple[int, int, int]:
-        from phalanx.data import ShardSampler, shard
+        from phalanx import ShardSampler, shard
 
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
         try:

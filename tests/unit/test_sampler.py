@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from phalanx.data import ShardSampler, shard
+from phalanx import ShardSampler, shard
 from phalanx.errors import UsageError
 
 # Two workers may be more than the machine has cores; and Python 3.12 tells of every fork beside torch's threads.

@@ -16,11 +16,11 @@ from phalanx import world as worlds
 from phalanx.argparser import whole_number
 from phalanx.checkpoint import flatten, sharding
 from phalanx.checkpoint.catalog import Catalog
+from phalanx.checkpoint.load import CheckpointSelector
 from phalanx.checkpoint.optimizers import OptimizerLike
 from phalanx.checkpoint.reporting import log_event, print_line
-from phalanx.checkpoint.save import Background, Saving
+from phalanx.checkpoint.save import Saving, Writer
 from phalanx.checkpoint.schedule import Schedule
-from phalanx.checkpoint.select import CheckpointSelector
 from phalanx.checkpoint.state import State, to_load, to_save
 from phalanx.checkpoint.storage.base import open_storage
 from phalanx.checkpoint.storage.manifest import MOST_STEPS, Share
@@ -74,9 +74,7 @@ class Checkpointer:
         self._asynchronous, self._trust = asynchronous, trust
         self._coordinator = new_coordinator(worlds.current())
         self._schedule = Schedule(every, self._coordinator.lead)
-        self._background: Background | None = None
-        self._token: str | None = None
-        """The mark of this run's saves, from the first save on."""
+        self._writer: Writer | None = None
         self._unlock: Callable[[], None] | None = None
         self._saving: Saving | None = None
         self._saves = 0
@@ -124,16 +122,16 @@ class Checkpointer:
         """
         coordinator = self._coordinator
         started = time.perf_counter()
-        if self._token is None:
-            self._token = self._prepare(state.step)
-        background = self._background = self._background or Background()
+        writer = self._writer
+        if writer is None:
+            writer = self._writer = Writer(coordinator, self._catalog, self._keep, self._prepare(state.step))
         failure: Exception | None = None
         try:
             flat = flatten.flatten(state, coordinator.rank, self._trust)
             tensors = flat.tensors
             rows = sharding.plan(tensors, coordinator.size)[coordinator.rank]
             rows += [sharding.whole(named) for named in tensors if named.kind == "own"]
-            background.buffer.take(rows)
+            writer.buffer.take(rows)
             share = sharding.share_record(state.step, flat, rows, coordinator.rank)
         except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)
             failure = _explained(error, coordinator.rank, state.step)
@@ -143,19 +141,9 @@ class Checkpointer:
                 raise failure from error.__cause__ if failure is error else error
             tensors, share = [], Share(state.step, "", error=str(failure))
         seconds = time.perf_counter() - started
-        log_event(coordinator.rank, "saving", step=state.step, seconds=seconds, bytes=background.buffer.bytes)
-        self._saving = Saving(
-            background,
-            coordinator,
-            self._catalog,
-            share,
-            self._saves,
-            self._token,
-            state.parts,
-            self._keep,
-            bytes=sum(named.tensor.nbytes for named in tensors),
-            unneeded_keys=coordinator.used_keys(),
-        )
+        log_event(coordinator.rank, "saving", step=state.step, seconds=seconds, bytes=writer.buffer.bytes)
+        size = sum(named.tensor.nbytes for named in tensors)
+        self._saving = Saving(writer, share, self._saves, state.parts, size, coordinator.used_keys())
         self._saves += 1
         self._last = state.step
         self._schedule.record(state.step)
@@ -223,13 +211,12 @@ class Checkpointer:
             self._release()
 
     def _release(self) -> None:
-        if self._background is not None:  # before unlocking: it may still write
-            self._background.close()
-            self._background = None
+        if self._writer is not None:  # before unlocking: it may still write
+            self._writer.close()
+            self._writer = None
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
             unlock()
-        self._token = None
 
     def __enter__(self) -> Checkpointer:
         return self

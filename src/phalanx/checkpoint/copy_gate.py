@@ -44,14 +44,13 @@ class CopyGate:
             self._hook = register_optimizer_step_pre_hook(_wait_for_copies)
         self._copied.clear()
         _pending.add(self._copied)
-        _guard_loading()
+        _update_guard()
 
     def open(self) -> None:
         """May be called from any thread."""
         _pending.discard(self._copied)
         self._copied.set()
-        if not _pending:
-            _unguard_loading()
+        _update_guard()
 
     def remove(self) -> None:
         self._copied.wait()
@@ -74,18 +73,13 @@ def _guarded(original: Callable[P, R]) -> Callable[P, R]:
     return load_state_dict
 
 
-def _guard_loading() -> None:
+def _update_guard() -> None:
+    """Guards loading while there is a copy. If somebody has wrapped our guard, it stays, and no longer waits."""
     global _guard
     with _lock:
-        if _guard is None:
+        if _pending and _guard is None:
             _guard = nn.LOAD_STATE_DICT.wrap(_guarded)
-
-
-def _unguard_loading() -> None:
-    global _guard
-    with _lock:
-        # If somebody has wrapped ours, it stays, and no longer waits.
-        if _guard is not None and not _pending and _guard.undo():
+        elif not _pending and _guard is not None and _guard.undo():
             _guard = None
 
 
@@ -94,7 +88,7 @@ def _reset_after_fork() -> None:
     global _lock
     _pending.clear()
     _lock = threading.Lock()
-    _unguard_loading()
+    _update_guard()
 
 
 if hasattr(os, "register_at_fork"):  # Windows has none

@@ -31,15 +31,16 @@ from phalanx.system import in_decimal_bytes
 _DISK_FULL = "the disk is full."
 
 
-class Background:
-    """What the saves of one checkpointer share: the copies in memory, and a thread that is kept.
+class Writer:
+    """What all saves of one checkpointer share: the copies in memory, and a thread that is kept.
 
     Starting a thread means waiting until it runs, which takes long where all cores are busy. It has no lower priority
     than training: whenever it holds the interpreter's lock, training would have to wait for it all the longer. An
     interpreter that ends waits for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, coordinator: Coordinator, catalog: Catalog, keep: int | None, token: str) -> None:
+        self.coordinator, self.catalog, self.keep, self.token = coordinator, catalog, keep, token
         self.buffer, self.gate = ShardBuffer(), CopyGate()
         self.thread = ThreadPoolExecutor(1, "checkpoint")
 
@@ -53,35 +54,31 @@ class Background:
 class Saving:
     """A save under way on this rank."""
 
-    background: Background
-    coordinator: Coordinator
-    catalog: Catalog
+    writer: Writer
     share: Share
     """This rank's share, without its checksum. With an error, nothing is written."""
     number: int
     """The number of this save, counted by the checkpointer."""
-    token: str
     parts: tuple[str, ...]
-    keep: int | None
     bytes: int
     """Bytes of all tensors, on all ranks."""
     unneeded_keys: list[str]
     """Keys of the store that no rank needs once all have handed in their shares."""
 
     def __post_init__(self) -> None:
-        self.step = self.share.step
-        self._directory, _ = self.catalog.storage.names_for(self.step, self.token)
+        self.step, self.coordinator, self.catalog = self.share.step, self.writer.coordinator, self.writer.catalog
+        self._directory, _ = self.catalog.storage.names_for(self.step, self.writer.token)
         self._started = time.monotonic()
         self._lost: BaseException | None = None
         self._done = threading.Event()
 
     def start(self) -> None:
         if not self.share.error:
-            self.background.gate.shut()
+            self.writer.gate.shut()
         try:
-            self.background.thread.submit(self._run)
+            self.writer.thread.submit(self._run)
         except BaseException:
-            self.background.gate.open()
+            self.writer.gate.open()
             raise
 
     def finish_own(self, timeout: float | None = None) -> bool:
@@ -127,12 +124,12 @@ class Saving:
     def _write_share(self) -> Share:
         if self.share.error:
             return self.share
-        buffer, storage = self.background.buffer, self.catalog.storage
+        buffer, storage = self.writer.buffer, self.catalog.storage
         try:
             try:
                 buffer.finish()
             finally:
-                self.background.gate.open()
+                self.writer.gate.open()
             storage.make_directory(self._directory)
             checksum = storage.write(self._directory, shard_name(self.coordinator.rank), buffer.content)
         except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
@@ -161,7 +158,7 @@ class Saving:
         seconds = time.monotonic() - self._started
         log_event(self.coordinator.rank, "saved", step=self.step, seconds=seconds, bytes=manifest.bytes)
         try:
-            self.catalog.prune(self.keep, final)
+            self.catalog.prune(self.writer.keep, final)
         except Exception as error:  # noqa: BLE001  (the checkpoint is there, and all ranks are told so)
             where = self.catalog.storage
             print_line(f"step {self.step} is saved, but an old checkpoint in {where} cannot be removed: {error}")
@@ -193,13 +190,13 @@ class Saving:
         except ValueError:
             raise CheckpointError("the shares of the ranks do not make whole tensors; save again.") from None
         storage.write(self._directory, MANIFEST, manifest.encode())
-        _, final = storage.names_for(self.step, self.token)
+        _, final = storage.names_for(self.step, self.writer.token)
         storage.publish(self._directory, final)
         return manifest, final
 
     def _remove_leftovers(self) -> str:
         try:
-            for name in list(self.catalog.leftovers(self.token)):
+            for name in list(self.catalog.leftovers(self.writer.token)):
                 self.catalog.storage.remove(name)
         except OSError as error:
             return f" What was written of it cannot be removed: {error}"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from phalanx import seeds
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
-from phalanx.checkpoint import optimizers, rng_state
+from phalanx.checkpoint import optimizers
 from phalanx.checkpoint.optimizers import OptimizerLike
+from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.checkpoint.storage.values import StateDict, Stateful
 from phalanx.errors import UsageError
 from phalanx.torch_compat.dynamo import inside_of_compiled
@@ -80,7 +85,7 @@ class State:
 
         The optimizer's state has the names of parameters where torch's has their numbers.
         """
-        found: StateDict = {"step": self.step, "rng": rng_state.capture(_device())}
+        found: StateDict = {"step": self.step, "rng": capture_random(_device())}
         if self.model is not None:
             found["model"] = unwrapped(self.model).state_dict()
         if self.optimizer is not None:
@@ -113,9 +118,9 @@ class State:
                 self.extra[key] = value
         self.step = state["step"]
         if "rng" in state:
-            self.restore_random(lambda: rng_state.restore(state["rng"], _device()))
+            self.set_random(lambda: restore_random(state["rng"], _device()))
 
-    def restore_random(self, restore: Callable[[], None]) -> None:
+    def set_random(self, restore: Callable[[], None]) -> None:
         """Calls ``restore`` now, and again when the loaded sampler begins.
 
         A DataLoader draws a random number when it begins. In the run that is resumed it had begun before the state was
@@ -182,3 +187,50 @@ def _check_stateful(name: str, value: object) -> None:
             f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; leave it out"
             + (", or use px.ShardSampler." if name == "sampler" else ".")
         )
+
+
+# ---- random number generators
+
+
+def capture_random(device: torch.device) -> StateDict:
+    """Returns the state of each generator of this process."""
+    return {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def check_random(generators: object) -> StateDict:
+    """Raises Broken for anything that `capture_random` has not returned."""
+    state = generators if isinstance(generators, dict) else {}
+    try:
+        version, numbers, _ = state["python"]
+        kind, keys, *rest = state["numpy"]
+        tensors = [state["torch"], *([] if state["cuda"] is None else [state["cuda"]])]
+        is_right = type(version) is int and len(numbers) == 625 and all(type(each) is int for each in numbers)
+        is_right &= isinstance(kind, str) and isinstance(keys, numpy.ndarray) and len(rest) == 3
+        is_right &= all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 for each in tensors)
+    except (KeyError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise Broken("its random generators are damaged")
+    return state
+
+
+def restore_random(state: StateDict, device: torch.device) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def reseed_random(state_of_rank_0: StateDict, rank: int, size: int) -> None:
+    """Seeds the generators of a run that resumes with another world size, where no rank's state can be restored.
+
+    The seeds depend on the state of rank 0 and on the size alone, so that resuming twice gives the same run.
+    """
+    digest = hashlib.blake2b(state_of_rank_0["torch"].numpy().tobytes() + b"%d" % size, digest_size=7).digest()
+    seeds.seed_all(seeds.mixed(int.from_bytes(digest, "little"), rank))
