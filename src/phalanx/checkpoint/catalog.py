@@ -29,7 +29,7 @@ class Entry:
     directory: str
     manifest: Manifest | None
     problem: str = ""
-    """Why it is not whole, as far as the manifest and the sizes of the files show."""
+    """The reason why it is not whole, as far as the manifest and the sizes of the files show."""
 
 
 class Catalog:

@@ -133,7 +133,7 @@ class Checkpointer:
             rows += [sharding.whole(named) for named in tensors if named.kind == "own"]
             writer.buffer.take(rows)
             share = sharding.share_record(state.step, flat, rows, coordinator.rank)
-        except Exception as error:  # noqa: BLE001  (whatever a state_dict() raises, all ranks are told)
+        except Exception as error:  # noqa: BLE001  (all ranks report what a state_dict() raises)
             failure = _explained(error, coordinator.rank, state.step)
             if coordinator.size == 1:
                 if not self._saves:

@@ -221,7 +221,7 @@ class CheckpointSelector:
             problem = str(error)
         except (CheckpointError, UsageError) as error:
             refusal = str(error)
-        except Exception as error:  # noqa: BLE001  (mostly of the user's own code; all ranks are told)
+        except Exception as error:  # noqa: BLE001  (mostly of the user's own code; all ranks report it)
             where = f"rank {coordinator.rank} could not load {directory} in {self._catalog.storage}"
             refusal = f"{where}: {type(error).__name__}: {error}"
         if refusal := self._first_of_all(refusal):

@@ -1,4 +1,4 @@
-"""What a checkpointer prints, and what it writes to the run directory."""
+"""The lines that a checkpointer prints, and the events that it writes to the run directory."""
 
 from __future__ import annotations
 

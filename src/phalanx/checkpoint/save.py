@@ -32,7 +32,7 @@ _DISK_FULL = "the disk is full."
 
 
 class Writer:
-    """What all saves of one checkpointer share: the copies in memory, and a thread that is kept.
+    """The state that all saves of one checkpointer share: the copies in memory, and a thread that is kept.
 
     Starting a thread means waiting until it runs, which takes long where all cores are busy. It has no lower priority
     than training: whenever it holds the interpreter's lock, training would have to wait for it all the longer. An
@@ -111,12 +111,12 @@ class Saving:
             if self._hand_in(self._write_share()):
                 try:
                     problem = self._conclude()
-                except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
+                except Exception as error:  # noqa: BLE001  (all ranks report it, whatever it is)
                     problem = self._explain(error)
                 if problem:
                     log_event(self.coordinator.rank, "save failed", step=self.step, problem=problem)
                 self.coordinator.publish(self._key("outcome"), problem)
-        except Exception as error:  # noqa: BLE001  (the store is gone; `finish` tells the training loop)
+        except Exception as error:  # noqa: BLE001  (the store is gone; `finish` raises it in the training loop)
             self._lost = error
         finally:
             self._done.set()
@@ -132,7 +132,7 @@ class Saving:
                 self.writer.gate.open()
             storage.make_directory(self._directory)
             checksum = storage.write(self._directory, shard_name(self.coordinator.rank), buffer.content)
-        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
+        except Exception as error:  # noqa: BLE001  (all ranks report it, whatever it is)
             return Share(self.step, "", error=self._explain(error))
         return msgspec.structs.replace(self.share, checksum=checksum)
 
@@ -151,7 +151,7 @@ class Saving:
             shares = [Share.decode(each, rank) for rank, each in enumerate(handed_in)]
             check_agreement(shares)
             manifest, final = self._publish(shares)
-        except Exception as error:  # noqa: BLE001  (whatever it is, all ranks are told)
+        except Exception as error:  # noqa: BLE001  (all ranks report it, whatever it is)
             problem = self._explain(error)
             left = self._remove_leftovers()
             return problem + (self._space_needed() if problem.endswith(_DISK_FULL) else "") + left
@@ -159,7 +159,7 @@ class Saving:
         log_event(self.coordinator.rank, "saved", step=self.step, seconds=seconds, bytes=manifest.bytes)
         try:
             self.catalog.prune(self.writer.keep, final)
-        except Exception as error:  # noqa: BLE001  (the checkpoint is there, and all ranks are told so)
+        except Exception as error:  # noqa: BLE001  (the checkpoint is there, so the save has succeeded)
             where = self.catalog.storage
             print_line(f"step {self.step} is saved, but an old checkpoint in {where} cannot be removed: {error}")
         return ""

@@ -1,4 +1,4 @@
-"""When a save is due: at every call, after a number of steps, or after a time by the clock of rank 0."""
+"""Decides when a save is due: at every call, after a number of steps, or after a time by the clock of rank 0."""
 
 from __future__ import annotations
 

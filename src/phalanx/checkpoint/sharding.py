@@ -1,4 +1,4 @@
-"""Which rank writes which tensors of a replicated state, and the buffer that it copies them to.
+"""Assigns the tensors of a replicated state to the ranks, and copies the share of one rank into a buffer.
 
 Tensors that are equal on all ranks are laid end to end and split into equal numbers of bytes; a large tensor is split
 between its rows. The plan depends on names and shapes alone, so every rank makes the same one without communication.
@@ -149,7 +149,7 @@ class ShardBuffer:
             self._memory = memory[begin : begin + self.bytes]
 
     def finish(self) -> None:
-        """Copies the rest. Raises CheckpointError if a tensor was changed meanwhile, other than by an optimizer."""
+        """Copies the rest. Raises CheckpointError if a tensor was changed before, other than by an optimizer."""
         try:
             for each in self._deferred:
                 each.target.copy_(each.source)

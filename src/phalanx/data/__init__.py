@@ -1,1 +1,1 @@
-"""Which rank sees which sample, and in which order."""
+"""The distribution of samples: which rank sees which one, and in which order."""

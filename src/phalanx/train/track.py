@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -190,8 +191,7 @@ class _Reporter:
 
 
 def _fields(progress: RankProgress) -> dict[str, object]:
-    names = ("epoch", "step", "samples", "seconds", "data", "communication")
-    fields = {name: getattr(progress, name) for name in names}
+    fields = {name: value for name, value in asdict(progress).items() if name not in ("logged", "ended")}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
 
 

@@ -1,1 +1,1 @@
-"""Where checkpoints are kept, and the form of their files."""
+"""The storage of checkpoints, and the format of their files."""

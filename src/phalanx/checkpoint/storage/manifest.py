@@ -63,7 +63,7 @@ class SavedTensor(Record, frozen=True, array_like=True):
     """The name that safetensors has for it."""
     shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
-    """In the order of the rows; together they are the tensor."""
+    """Chunks in the order of the rows; together they are the tensor."""
 
     @property
     def row_bytes(self) -> int:
@@ -83,12 +83,12 @@ class SavedTensor(Record, frozen=True, array_like=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """What was saved, by how many ranks, in which files."""
+    """The description of a checkpoint: what was saved, by how many ranks, in which files."""
 
     version: int = CURRENT
     step: Step
     time: Annotated[float, Meta(ge=0, lt=1 << 48)]
-    """When the checkpoint was complete, in seconds since the epoch."""
+    """Seconds since the epoch when the checkpoint was complete."""
     world_size: Annotated[int, Meta(ge=1, lt=1 << 20)]
     parts: tuple[str, ...]
     """Parts of the `State`: model, optimizer, scheduler, sampler, extra."""
@@ -158,7 +158,7 @@ def decode(content: bytes) -> Manifest:
 
 
 def read_manifest(storage: Storage, directory: str) -> Manifest:
-    """Raises Broken if the manifest is missing or damaged, or if a file has another size than it says."""
+    """Raises Broken if the manifest is missing or damaged, or if a file does not have the size that it lists."""
     try:
         manifest = decode(storage.read(directory, MANIFEST, _MOST_BYTES))
         sizes = storage.sizes(directory)
@@ -197,7 +197,7 @@ class Share(Record, frozen=True):
     digest: str
     """A hash of the names, types and shapes that all ranks must save alike."""
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
-    """What this rank has written of each tensor."""
+    """The rows of each tensor that this rank has written."""
     values: dict[str, Encoded] = field(default_factory=dict)
     rng: Encoded = None
     checksum: Checksum = Checksum(0, 0)

@@ -21,7 +21,7 @@ from phalanx.checkpoint.storage.manifest import Broken, Encoded
 from phalanx.torch_compat.nn import METADATA
 
 StateDict = dict[str, Any]
-"""What a ``state_dict()`` returns: a tree of tensors, containers and values of any class."""
+"""The result of a ``state_dict()``: a tree of tensors, containers and values of any class."""
 Path = tuple[object, ...]
 """The keys that lead to a value in a state."""
 Keep = Callable[[Path, object], tuple[Literal["tensor", "array", "pickle"], str] | None]
