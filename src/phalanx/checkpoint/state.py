@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy
 import torch
@@ -95,7 +95,7 @@ class State:
                 found[name] = part.state_dict()
         if self.extra:
             found["extra"] = {
-                key: value.state_dict() if isinstance(value, Stateful) else value for key, value in self.extra.items()
+                key: value.state_dict() if _is_stateful(value) else value for key, value in self.extra.items()
             }
         return found
 
@@ -112,7 +112,7 @@ class State:
             if part is not None:
                 part.load_state_dict(state[name])
         for key, value in state.get("extra", {}).items():
-            if isinstance(self.extra.get(key), Stateful):
+            if _is_stateful(self.extra.get(key)):
                 self.extra[key].load_state_dict(value)
             else:
                 self.extra[key] = value
@@ -181,8 +181,13 @@ def _device() -> torch.device:
     return worlds.current().device
 
 
+def _is_stateful(value: object) -> TypeGuard[Stateful]:
+    # Not by isinstance: a runtime protocol does not see the attributes of a wrapper that has them by __getattr__.
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
 def _check_stateful(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, Stateful):
+    if value is not None and not _is_stateful(value):
         raise UsageError(
             f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict; leave it out"
             + (", or use px.ShardSampler." if name == "sampler" else ".")

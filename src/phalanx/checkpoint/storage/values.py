@@ -11,7 +11,7 @@ import base64
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy
 import torch
@@ -33,7 +33,6 @@ _MAX_DEPTH = 64
 T = TypeVar("T")
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """An object with a state that can be saved and loaded."""
 
