@@ -7,9 +7,8 @@ a default, as for torchrun.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, NoReturn
 
 from phalanx import argparser
 from phalanx.env import BACKEND_CHOICES, PET_PREFIX
@@ -17,15 +16,14 @@ from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import NUMA_BINDINGS
 
 
-@dataclass(frozen=True)
-class Flag:
-    """One row: no ``metavar`` means a switch."""
+class Flag(NamedTuple):
+    """One flag; without a ``metavar`` it is a switch."""
 
     name: str
     help: str
     metavar: str | None = None
-    default: Any = None
-    type: Any = str
+    default: str | float | None = None
+    type: Callable[[str], object] = str
     short: str | None = None
     choices: tuple[str, ...] | None = None
 
@@ -172,7 +170,7 @@ def new_parser(tables: Mapping[str, tuple[Flag, ...]], environ: Mapping[str, str
 
 
 def _from_environment(flag: Flag, environ: Mapping[str, str]) -> str | bool | None:
-    """The default that its variable gives; argparse would not look whether it is one of the choices."""
+    """The default in the flag's variable. It is checked here: argparse does not compare defaults with the choices."""
     text = environ.get(flag.variable) or None
     if text is None:
         return None
@@ -191,12 +189,12 @@ def _from_environment(flag: Flag, environ: Mapping[str, str]) -> str | bool | No
 
 def _add(parser: Parser, group: argparse._ArgumentGroup, flag: Flag, from_environment: str | bool | None) -> None:
     names = [flag.short, flag.name] if flag.short else [flag.name]
-    settings: dict[str, Any]
     if flag.metavar is None:
-        settings = {"action": "store_true", "default": bool(from_environment)}
+        added = group.add_argument(*names, help=flag.help, action="store_true", default=bool(from_environment))
     else:
         default = flag.default if from_environment is None else from_environment
-        settings = {"metavar": flag.metavar, "default": default, "type": flag.type, "choices": flag.choices}
-    added = group.add_argument(*names, help=flag.help, **settings)
+        added = group.add_argument(
+            *names, help=flag.help, metavar=flag.metavar, default=default, type=flag.type, choices=flag.choices
+        )
     # The second spelling works and stays out of --help, which is long enough.
     parser._option_string_actions["--" + flag.name[2:].replace("-", "_")] = added

@@ -13,7 +13,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx import entry_point
 from phalanx.argparser import shown, whole_number
@@ -47,8 +47,8 @@ _NOT_BY_SPAWN = (
 
 
 def spawn(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...] = (),
+    fn: Callable[..., object],
+    args: tuple[object, ...] = (),
     nprocs: int = 1,
     join: bool = True,
     daemon: bool = False,
@@ -87,8 +87,8 @@ class SpawnContext:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        fn: Callable[..., object],
+        args: tuple[object, ...],
         nprocs: int,
         daemon: bool,
         zygote: ZygoteClient | None = None,

@@ -1,11 +1,10 @@
-"""When an exception has ended a script: what the rank can still find out, and what is kept away from it.
+"""The report of a rank whose script was ended by an exception, and what must not disturb its end.
 
 Nothing of it costs anything before. torch is asked only if the script has imported it.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import signal
@@ -23,9 +22,9 @@ from phalanx.torch_compat import dataloader
 from phalanx.torch_compat.nn import DDP_LOGGING_DATA
 
 _LONGEST_TRACEBACK, _LONGEST_MESSAGE, _LONGEST_LINE = 30_000, 4_000, 1_000
-_MOMENT = 1.0
+_LOADER_SECONDS = 1.0
 _MOST_DEATHS = 100
-"""Of threads that are told: some programs lose one every second, for days."""
+"""Thread deaths that are reported: some programs lose a thread every second, for days."""
 _NO_CUDA = re.compile(
     r"not compiled with CUDA|no attribute '_cuda_|requires CUDA support|without ATen_cuda|No CUDA GPUs are available"
     r"|no NVIDIA driver|accelerator device when none"
@@ -33,10 +32,9 @@ _NO_CUDA = re.compile(
 
 
 def ignore_loader_sigchld() -> None:
-    """The first thing to be done when a script has failed.
+    """Turns off torch's handler of SIGCHLD; the first thing to do when a script has failed.
 
-    torch tells of a worker that was killed by raising in the handler of SIGCHLD, wherever Python happens to be. From
-    here on that would be in the middle of telling the failure.
+    It reports a killed DataLoader worker by raising wherever Python happens to be, such as in the middle of our report.
     """
     handler = signal.getsignal(signal.SIGCHLD)
     if dataloader.is_handler_of_loaders(handler):
@@ -44,24 +42,25 @@ def ignore_loader_sigchld() -> None:
 
 
 def ignore_interrupts() -> None:
-    """A script that has failed is ending: a Ctrl-C that comes now would only show where in Python's own clean-up.
+    """Ignores Ctrl-C in a script that has failed and is ending; after SIGINT the agent sends SIGTERM.
 
-    The agent does not wait for ever; after SIGINT comes SIGTERM. A handler instead of SIG_IGN, because what the script
-    still starts at exit would inherit that.
+    By a handler and not by SIG_IGN, which processes that the script starts at its exit would inherit.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: None)
 
 
-def report_thread_deaths(tell: Callable[[Mapping[str, str]], object]) -> None:
-    """When an exception ends a thread beside the main one, the agent is told as well: the main thread may wait for it
-    from then on. What Python prints of it is printed as ever."""
+def report_thread_deaths(report: Callable[[Mapping[str, str]], object]) -> None:
+    """Reports exceptions that end threads beside the main one, which may wait for them from then on.
+
+    Python prints them as ever.
+    """
     plain = threading.excepthook
-    untold = itertools.repeat(None, _MOST_DEATHS)
+    numbers = iter(range(_MOST_DEATHS))
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        if args.exc_type is not SystemExit and next(untold, args) is None:
-            tell(_death(args))
+        if args.exc_type is not SystemExit and next(numbers, None) is not None:
+            report(_death(args))
         plain(args)
 
     threading.excepthook = hook
@@ -70,10 +69,7 @@ def report_thread_deaths(tell: Callable[[Mapping[str, str]], object]) -> None:
 def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
     """The fields of an `events.ThreadDeath`."""
     lines = [line for line in traceback.extract_tb(args.exc_traceback) if is_users(line.filename, program_package())]
-    try:
-        message = (str(args.exc_value).strip().splitlines() or [""])[0]
-    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
-        message = "(its message cannot be shown)"
+    message = (_message(args.exc_value).strip().splitlines() or [""])[0]
     return {
         "name": args.thread.name if args.thread is not None else "",
         "error": f"{args.exc_type.__name__}: {message[:200]}" if message else args.exc_type.__name__,
@@ -81,8 +77,15 @@ def _death(args: threading.ExceptHookArgs) -> dict[str, str]:
     }
 
 
-def error_report(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> dict[str, Any]:
-    """What a rank reports of the exception that ended its script: a `RankReport` with an `ErrorRecord`."""
+def _message(error: BaseException | None) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
+        return "(its message cannot be shown)"
+
+
+def error_report(rank: int, error: BaseException, trace: TracebackType | None, exit_code: int) -> dict[str, object]:
+    """The fields of a `RankReport` with an `ErrorRecord`, for the exception that ended a script."""
     kind = type(error)
     name = (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
@@ -92,17 +95,13 @@ def error_report(rank: int, error: BaseException, trace: TracebackType | None, e
     frames = [_frame(each.filename, each.lineno, each.name, each.line) for each in summary]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(_frame(error.filename, error.lineno, "<module>", error.text))
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 (an exception's own __str__ may fail; that must not hide it)
-        message = "(its message cannot be shown)"
     record = {
         "rank": rank,
         "pid": os.getpid(),
         "time": time.time(),
         "type": name,
-        "message": _shortened(message),
-        "frames": (*frames[:1], *frames[1:][-19:]),  # the first one tells where the program lives
+        "message": _shortened(_message(error)),
+        "frames": (*frames[:1], *frames[1:][-19:]),  # the first one shows where the program is
         "traceback": text[-_LONGEST_TRACEBACK:],
         "exit_code": exit_code,
         "note": note(error, trace),
@@ -110,20 +109,22 @@ def error_report(rank: int, error: BaseException, trace: TracebackType | None, e
     return {"error": record}
 
 
-def _frame(file: str, line: int | None, function: str, source: str | None) -> dict[str, Any]:
+def _frame(file: str, line: int | None, function: str, source: str | None) -> dict[str, object]:
     return {"file": file, "line": line or 0, "function": function, "source": (source or "").strip()[:_LONGEST_LINE]}
 
 
 def _shortened(message: str) -> str:
-    """Its beginning and its end: torch puts whole tracebacks of other processes into messages."""
+    """Keeps the beginning and the end: torch puts whole tracebacks of other processes into messages."""
     half = _LONGEST_MESSAGE // 2
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:half]}\n…\n{message[-half:]}"
 
 
-def script_side(error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]) -> Any:
-    """The traceback of the script, also if that handler has raised when the script was over already.
+def script_side(
+    error: BaseException, user_side: Callable[[TracebackType | None], TracebackType | None]
+) -> TracebackType | None:
+    """The traceback of the script, also if torch's handler of SIGCHLD has raised after the script was over.
 
-    It can come in any frame of ours, and in one of the standard library that ours have called.
+    It may raise in any frame of ours, and in one of the standard library that ours have called.
     """
     trace = user_side(error.__traceback__)
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
@@ -134,9 +135,9 @@ def script_side(error: BaseException, user_side: Callable[[TracebackType | None]
 
 
 def real_reason(error: BaseException) -> BaseException:
-    """``error``, or what it is the consequence of: a worker of a DataLoader that was killed.
+    """Returns ``error``, or its cause: a killed worker of a DataLoader.
 
-    When that was heard of too late, or in a destructor, there is only a pipe that has lost its other end.
+    When torch noticed that too late, or in a destructor, there is only a pipe that has lost its other end.
     """
     is_vague = type(error) is RuntimeError and "exited unexpectedly" in str(error)
     reason = _killed_loader(error) if is_vague or isinstance(error, ConnectionError | EOFError) else None
@@ -147,12 +148,12 @@ def real_reason(error: BaseException) -> BaseException:
 
 
 def _killed_loader(error: BaseException) -> RuntimeError | None:
-    """In the words that torch has for it."""
+    """Returns the error that torch raises when it notices in time; None if no worker was killed."""
     from multiprocessing import connection
 
     iterator = _owner(error.__traceback__, dataloader.ITERATOR.if_loaded())
     workers = {} if iterator is None else {worker.sentinel: worker for worker in dataloader.workers_of(iterator)}
-    for sentinel in connection.wait(list(workers), _MOMENT):  # a process closes its pipes before it is dead
+    for sentinel in connection.wait(list(workers), _LOADER_SECONDS):  # a process closes its pipes before it is dead
         worker = workers[sentinel]
         worker.join()
         if worker.exitcode < 0:
@@ -162,10 +163,10 @@ def _killed_loader(error: BaseException) -> RuntimeError | None:
 
 
 def note(error: BaseException, trace: TracebackType | None) -> str:
-    """What is to be said beyond the exception's own message; empty when there is nothing."""
+    """An explanation beyond the exception's own message; empty when there is none."""
     try:
         return _about_gradients(error, trace) or _about_cuda(error, trace)
-    except Exception:  # noqa: BLE001 (this asks objects of the script's; what they raise must not hide the real error)
+    except Exception:  # noqa: BLE001 (objects of the script are used; what they raise must not hide the error)
         return ""
 
 
@@ -180,7 +181,7 @@ def _about_gradients(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _about_cuda(error: BaseException, trace: TracebackType | None) -> str:
-    """torch's own message does not say which device was asked for, nor always that the build is the reason."""
+    """Names the device that was asked for, and the build if it is the reason; torch's message does not always."""
     torch = sys.modules.get("torch")
     if torch is None or not _NO_CUDA.search(str(error)) or torch.cuda.is_available():
         return ""
@@ -206,7 +207,7 @@ def _device(frame: FrameType, text: str) -> str:
 
 
 def _owner(trace: TracebackType | None, kind: type | None) -> Any:
-    """The object of torch's in whose methods it was raised, if it was."""
+    """The innermost object of this class in whose methods the exception was raised."""
     found = None
     while kind is not None and trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
@@ -217,12 +218,12 @@ def _owner(trace: TracebackType | None, kind: type | None) -> Any:
 
 
 def _parameter_names(wrapper: Any) -> list[str]:
-    """In the order in which DDP numbers them; none when that cannot be known any more."""
+    """The names in the order in which DDP numbers them; none when that cannot be known any more."""
     ignored = wrapper.parameters_to_ignore
     named = [(name, each) for name, each in wrapper.module.named_parameters() if name not in ignored]
     logged = DDP_LOGGING_DATA.get()
     count = None if logged is None else logged(wrapper).get("num_parameter_tensors")
-    # DDP numbers what wanted a gradient when it wrapped the model. What has been frozen or thawed since shifts that.
+    # DDP numbers what required a gradient when it wrapped the model. Freezing or unfreezing since then shifts that.
     for names in ([name for name, each in named if each.requires_grad], [name for name, _ in named]):
         if len(names) == count:
             return names

@@ -1,8 +1,8 @@
-"""What makes a forked worker look, to its script, like a fresh interpreter.
+"""Makes a forked worker look, to its script, like a fresh interpreter.
 
 The zygote has imported torch; a fresh interpreter has not. So the child hides what the zygote imported and reveals
-each package, already loaded, when the script imports it. That moment is also when a package would have read its
-environment variables, so settings that the script made before the import are applied then.
+each package, already loaded, when the script imports it. A package reads its environment variables when it is imported,
+so settings that the script made before are applied then.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from phalanx.system import cgroups, procfs
 from phalanx.torch_compat.dynamo import INIT_LOGS
 
 _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
 
-# Read once, when a library is loaded, with no way to set them later. A script that sets one before its
-# `import torch` is heard only in an interpreter of its own.
+# Libraries read these once, when they are loaded. A script that sets one before its `import torch` needs an
+# interpreter of its own.
 _ONLY_AT_LOAD = (
     *("MKL_", "KMP_", "ATEN_", "GOMP_", "OMP_", "MALLOC_", "LD_PRELOAD", "TORCH_CPP_LOG_LEVEL"),
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "PYTORCH_JIT"),
@@ -40,23 +39,23 @@ _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 @dataclass
 class FreshModules:
-    """What a fresh interpreter looks like, noted before the zygote imports anything."""
+    """The state of a fresh interpreter, recorded before the zygote imports anything."""
 
     path: list[str]
     modules: frozenset[str]
     environment: dict[str, str]
     roots: frozenset[str] = frozenset()
-    """Top-level names of everything imported since, the standard library's included."""
+    """The top-level names of everything imported since, with the standard library's."""
     hidden: dict[str, dict[str, ModuleType]] = field(default_factory=dict)
 
     @staticmethod
     def of_this_interpreter(fresh: frozenset[str]) -> FreshModules:
-        """``fresh``: the modules that were there before any of ours."""
+        """``fresh``: the modules that were loaded before any of ours."""
         return FreshModules(list(sys.path), fresh, dict(os.environ))
 
     @contextlib.contextmanager
     def visible(self, directory: str | None) -> Iterator[None]:
-        """The script's directory, for --preload: the user's own modules lie there."""
+        """Puts the script's directory on sys.path, for --preload: the user's own modules are there."""
         if directory is not None:
             sys.path.insert(0, directory)
         try:
@@ -67,11 +66,11 @@ class FreshModules:
 
     def note_imports(self) -> None:
         new = {name.partition(".")[0] for name in sys.modules if name not in self.modules}
-        # multiprocessing enters the main module under a second name; it is no package of anybody's.
+        # multiprocessing enters the main module under a second name, which is no package.
         self.roots = frozenset(new - {"phalanx", "__mp_main__"})
 
     def shadowed_by(self, directory: str | None) -> str | None:
-        """A module beside the script that a fresh interpreter would have imported in place of one loaded here."""
+        """Why a fresh interpreter would import a module beside the script instead of one that is loaded here."""
         if directory is None:
             return None
         try:
@@ -85,8 +84,8 @@ class FreshModules:
                 return f"{Path(directory, entry)} has the name of a module that is loaded already"
         return None
 
-    def put_on(self) -> None:
-        """In the child: hide what was imported, and draw new random states."""
+    def restore(self) -> None:
+        """In the child: hides what was imported, and draws new random states."""
         torch = sys.modules["torch"]
         torch.default_generator.seed()
         random = sys.modules.get("numpy.random")
@@ -103,17 +102,17 @@ class FreshModules:
         importlib.invalidate_caches()
         sys.meta_path.insert(0, _Revealer(self))
         if "triton" in self.hidden:
-            atexit.register(self._let_go)
+            atexit.register(self._free_hidden)
 
-    def _let_go(self) -> None:
-        """Triton lists on standard error whatever of its own the interpreter has not freed at the end."""
+    def _free_hidden(self) -> None:
+        """Lets the interpreter free hidden modules: Triton prints whatever of its own is not freed at the end."""
         for modules in self.hidden.values():
             sys.modules.update(modules)
         self.hidden.clear()
         gc.unfreeze()
 
     def apply_settings(self, root: str) -> None:
-        """What a package would have read from the environment at its import."""
+        """Applies what a package would have read from the environment at its import."""
         if root == "numpy":
             _set_openblas_threads(_openblas_threads(os.environ))
         if root != "torch":
@@ -124,7 +123,7 @@ class FreshModules:
             name for name in {*self.environment, *os.environ} if self.environment.get(name) != os.environ.get(name)
         }
         if "OMP_NUM_THREADS" in changed and os.environ.get("OMP_NUM_THREADS", "").isdigit():
-            # torch takes no more at its start than there are cores.
+            # torch takes at most as many as there are cores at its start.
             torch.set_num_threads(min(int(os.environ["OMP_NUM_THREADS"]), os.cpu_count() or 1))
         if "TORCH_DISTRIBUTED_DEBUG" in changed:
             torch.distributed.set_debug_level_from_env()
@@ -148,11 +147,11 @@ def _comes_from(module: ModuleType | None, directory: str) -> bool:
 
 
 class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds hidden packages; loading one puts it back, with all of its submodules."""
+    """Finds hidden packages; loading one puts it back into sys.modules with all of its submodules."""
 
     def __init__(self, fresh_modules: FreshModules) -> None:
         self._fresh_modules = fresh_modules
-        self._specs: dict[str, Any] = {}
+        self._specs: dict[str, importlib.machinery.ModuleSpec | None] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -180,7 +179,7 @@ class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._fresh_modules.apply_settings(root)
 
 
-def _openblas_threads(environ: Any) -> int:
+def _openblas_threads(environ: Mapping[str, str]) -> int:
     for name in ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS"):
         if environ.get(name, "").isdigit() and int(environ[name]) > 0:
             return int(environ[name])
@@ -188,7 +187,7 @@ def _openblas_threads(environ: Any) -> int:
 
 
 def _set_openblas_threads(count: int) -> None:
-    """numpy's OpenBLAS was loaded with one thread, because a thread pool does not survive a fork."""
+    """Sets the threads of numpy's OpenBLAS, which was loaded with one: a thread pool does not survive a fork."""
     for library in {file for file in procfs.mapped_files() if "openblas" in file}:
         try:
             loaded = ctypes.CDLL(library)

@@ -1,4 +1,4 @@
-"""The zygote and the keeper as processes: continuing one that is stopped, and ending all that they leave behind."""
+"""The zygote and the keeper as processes: waiting for them, continuing stopped ones, ending what they leave behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.system import procfs
 
 KILL_SECONDS = 3.0
 _STOPPED_SECONDS = 2.0
-"""How long one may be stopped while nothing is wanted of it."""
+"""Seconds that a helper may be stopped while nothing is wanted of it."""
 
 
 class HelperLost(LaunchError):
@@ -26,7 +26,7 @@ def how_ended(code: int) -> str:
 
 
 def describe_end(zygote: subprocess.Popen[bytes]) -> str:
-    """How it has ended, now that it does not answer."""
+    """Returns how the zygote has ended, now that it does not answer."""
     name = f"the process that starts the workers (pid {zygote.pid})"
     try:
         return f"{name} was {how_ended(zygote.wait(KILL_SECONDS))}; all workers are ended"
@@ -35,14 +35,14 @@ def describe_end(zygote: subprocess.Popen[bytes]) -> str:
 
 
 def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    """Whether it has, within this time."""
+    """Waits for the end of a process; returns whether it came within this time."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return process.poll() is not None
 
 
 def wait(is_there: Callable[[float], object], seconds: float, name: str, resume: Callable[..., object]) -> None:
-    """Until ``is_there``, which waits for so many seconds itself; raises HelperLost after ``seconds``."""
+    """Waits until ``is_there``, which waits for so many seconds itself; raises HelperLost after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not is_there(min(0.5, max(0.0, deadline - time.monotonic()))):
         resume(at_once=True)
@@ -50,20 +50,16 @@ def wait(is_there: Callable[[float], object], seconds: float, name: str, resume:
             raise HelperLost(f"{name} has not answered for {seconds:g} s")
 
 
-class Stopped:
-    """Continues helpers that somebody has stopped.
-
-    A rank can be stopped on purpose. These do nothing but serve the run, which could not even be ended without them.
-    """
+class StoppedHelpers:
+    """Continues helpers that somebody has stopped. Ranks may be stopped on purpose; a run cannot end without these."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def resume(self, names: Mapping[int, str], *, at_once: bool) -> list[str]:
-        """Continues those that are stopped, after a while or ``at_once``; returns a sentence for each.
+        """Continues the stopped ones, after a while or ``at_once``; returns a sentence for each.
 
-        Args:
-            names: what each process does, by pid.
+        ``names``: what each process does, by pid.
         """
         now = time.monotonic()
         is_stopped = {pid for pid in names if (found := procfs.stat(pid)) is not None and found.state == "T"}
@@ -78,11 +74,9 @@ class Stopped:
 def end_with(
     zygote: subprocess.Popen[bytes], token: str, spared: Collection[int], workers: Collection[int]
 ) -> set[int]:
-    """Ends the zygote and all processes of the run without its help; returns those that even SIGKILL has not ended.
+    """Kills the zygote and all processes of the run but ``spared``; returns those that even SIGKILL has not ended.
 
-    Args:
-        spared: processes of the run that stay.
-        workers: those that it has started, for the shared memory that they may have left.
+    ``workers``: those that it has started, for the shared memory that they may have left.
     """
     from phalanx.launch.process import process_tree  # only needed when something has gone wrong
 
@@ -91,7 +85,7 @@ def end_with(
 
     def find() -> set[int]:
         zygote.poll()
-        return (procfs.living(below) | process_tree.bearers(token)) - set(spared)
+        return (procfs.living(below) | process_tree.processes_of_run(token)) - set(spared)
 
     left = process_tree.end_all(find, KILL_SECONDS)
     process_tree.remove_segments(workers)
@@ -99,7 +93,7 @@ def end_with(
 
 
 def describe_left(left: Collection[int], ranks: Mapping[int, int]) -> list[str]:
-    """A sentence for each process that even SIGKILL has not ended. ``ranks``: by pid."""
+    """Returns a sentence for each process that even SIGKILL has not ended. ``ranks``: by pid."""
     return [
         f"{f'rank {ranks[pid]}' if pid in ranks else 'a process of this run'} cannot be ended, not even by SIGKILL: "
         f"{procfs.describe(pid)}; it is left behind"

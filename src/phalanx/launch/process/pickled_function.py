@@ -1,8 +1,8 @@
-"""A function to run on every rank: packing it in the parent, calling it in the worker.
+"""A function to run on every rank: pickled in the parent, called in the worker.
 
 multiprocessing's own conventions are kept: what can be pickled by name is, the main module of a script is imported
-again as ``__mp_main__``, and queues, locks and shared tensors may be passed. A function that has no importable home
-(a notebook's cell, a lambda) travels by value, with cloudpickle.
+again as ``__mp_main__``, and queues, locks and shared tensors may be passed. A function that cannot be imported (a
+notebook's cell, a lambda) is pickled by value, with cloudpickle.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections import ChainMap
 from collections.abc import Callable
 from multiprocessing import forkserver, popen_forkserver, process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cloudpickle
 
 from phalanx.errors import UsageError
 
 
-class _Parcel:
-    """Stands in for multiprocessing's Popen while pickling: collects the descriptors that objects want to send."""
+class _DescriptorCollector:
+    """Takes the place of multiprocessing's Popen while pickling: collects the descriptors that objects send."""
 
     method = "forkserver"
     DupFd = popen_forkserver._DupFd  # type: ignore[attr-defined]
@@ -36,46 +36,46 @@ class _Parcel:
         return len(self.fds) - 1
 
 
-_CLOUD: Any = cloudpickle.CloudPickler.dispatch_table
-_REDUCERS: Any = reduction.ForkingPickler._extra_reducers  # pyright: ignore[reportAttributeAccessIssue]
+_CLOUD = cloudpickle.CloudPickler.dispatch_table
+_REDUCERS = reduction.ForkingPickler._extra_reducers  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _ByValue(cloudpickle.CloudPickler):
     """cloudpickle that knows how multiprocessing sends queues, locks and shared tensors."""
 
-    dispatch_table: ClassVar[Any] = ChainMap(_REDUCERS, _CLOUD)
+    dispatch_table: ClassVar = ChainMap(_REDUCERS, dict(_CLOUD))
 
 
-def pack(function: Callable[..., Any], args: tuple[Any, ...], daemon: bool) -> tuple[bytes, list[int]]:
-    """The function with its arguments as bytes, and the descriptors they refer to."""
+def pack(function: Callable[..., object], args: tuple[object, ...], daemon: bool) -> tuple[bytes, list[int]]:
+    """Returns the function with its arguments as bytes, and the descriptors they refer to."""
     if getattr(process.current_process(), "_inheriting", False):
         raise UsageError(
             "phalanx.spawn was called while a new process imports the script; "
             "put the call under `if __name__ == '__main__':`."
         )
-    parcel = _Parcel()
+    collector = _DescriptorCollector()
     main = sys.modules["__main__"]
     importable_main = getattr(main, "__spec__", None) is not None or getattr(main, "__file__", None) is not None
     by_value = not importable_main or "ipykernel" in sys.modules
-    preparation: dict[str, Any] = spawn.get_preparation_data("SpawnProcess")
-    del preparation["authkey"]  # travels as plain bytes, below: this parcel never leaves the machine's memory
+    preparation: dict[str, object] = spawn.get_preparation_data("SpawnProcess")
+    del preparation["authkey"]  # sent as plain bytes, below: they never leave the machine's memory
     if by_value:
         for name in ("init_main_from_name", "init_main_from_path"):
             preparation.pop(name, None)
     # The tracker must run before the children, or each would start its own and unlink what others use.
     tracker = resource_tracker.getfd()
     assert tracker is not None
-    set_spawning_popen(parcel)  # pyright: ignore[reportArgumentType]
+    set_spawning_popen(collector)  # pyright: ignore[reportArgumentType]
     try:
         body = _dump((function, args), by_value=by_value)
     finally:
         set_spawning_popen(None)
     authkey = bytes(process.current_process().authkey)
     head = pickle.dumps({"preparation": preparation, "daemon": daemon, "authkey": authkey})
-    return pickle.dumps((head, body)), [tracker, *parcel.fds]
+    return pickle.dumps((head, body)), [tracker, *collector.fds]
 
 
-def _dump(thing: Any, *, by_value: bool) -> bytes:
+def _dump(thing: object, *, by_value: bool) -> bytes:
     if not by_value:
         buffer = io.BytesIO()
         try:
@@ -89,12 +89,12 @@ def _dump(thing: Any, *, by_value: bool) -> bytes:
 
 
 def call(rank: int, fds: list[int]) -> None:
-    """In the worker: unpack and call ``function(rank, *args)``."""
-    parcel, tracker, *inherited = fds
+    """In the worker: unpickles the function and calls it as ``function(rank, *args)``."""
+    pickled, tracker, *inherited = fds
     forkserver._forkserver._inherited_fds = inherited  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
-    os.lseek(parcel, 0, os.SEEK_SET)
-    with os.fdopen(parcel, "rb") as file:
+    os.lseek(pickled, 0, os.SEEK_SET)
+    with os.fdopen(pickled, "rb") as file:
         head, body = pickle.loads(file.read())
     settings = pickle.loads(head)
     this = process.current_process()

@@ -1,8 +1,8 @@
-"""Nothing is left over: finding and ending every process of a run, whoever its parent is by now.
+"""Finds and ends every process of a run, whoever its parent is by now, so that none is left over.
 
 The zygote is the subreaper of its descendants: a process whose parent died becomes its child, so the tree of a run
-never falls apart while the zygote lives. Should the zygote be killed as well, the keeper finds the run's processes
-by the token that all of them carry in their environment.
+stays whole while the zygote lives. If the zygote is killed as well, the keeper finds the run's processes by the token
+that all of them carry in their environment.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from phalanx.system import procfs
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_TIDY_SECONDS = 1.0
+_CLEANUP_SECONDS = 1.0
 _LONGEST_SECONDS = 10.0
 
 # These outlive their parent on purpose, for a moment: they remove its shared-memory segments and semaphores.
-_TIDY_COMMANDS = ("multiprocessing.resource_tracker", "torch_shm_manager")
+_CLEANUP_COMMANDS = ("multiprocessing.resource_tracker", "torch_shm_manager")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _prctl(option: int, value: int) -> None:
-    if hasattr(_libc, "prctl"):  # Linux; elsewhere the pipes alone must do
+    if hasattr(_libc, "prctl"):  # only Linux has it; elsewhere closed pipes must do
         _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 def die_with_parent(parent: int, sig: int = signal.SIGKILL) -> None:
-    """The kernel sends ``sig`` when the thread that forked us ends. A parent that is gone already counts too."""
+    """Has the kernel send ``sig`` when the thread that forked us ends; sends it if that has ended already."""
     _prctl(_PR_SET_PDEATHSIG, sig)
     if os.getppid() != parent:
         os.kill(os.getpid(), sig)
@@ -46,12 +46,12 @@ def outlive_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent dies becomes our child."""
+    """Makes every descendant whose parent dies a child of this process."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def bearers(token: str) -> set[int]:
-    """Every living process that was started with this run's token, but not this one."""
+def processes_of_run(token: str) -> set[int]:
+    """The living processes that were started with this run's token, without this one."""
     mark = f"PHALANX_RUN_TOKEN={token}".encode()
     found = {pid for pid, stat in procfs.processes().items() if stat.lives and mark in procfs.environment(pid)}
     return found - {os.getpid()}
@@ -60,30 +60,31 @@ def bearers(token: str) -> set[int]:
 def end_all(find: Callable[[], Collection[int]], longest: float = _LONGEST_SECONDS) -> set[int]:
     """Kills what ``find`` finds until it finds nothing; returns what is left after ``longest`` seconds.
 
-    Tidying helpers get a moment to finish.
+    Processes that clean up after others get a second to finish.
     """
     ended: set[int] = set()
-    patience = time.monotonic() + _TIDY_SECONDS
-    give_up = time.monotonic() + longest  # a process inside a dead file system cannot be killed
+    started = time.monotonic()
+    give_up = started + longest  # a process inside a dead file system cannot be killed
     while True:
         living = set(find())
-        tidying = {pid for pid in living if any(name in procfs.command(pid) for name in _TIDY_COMMANDS)}
-        prey = living - tidying if time.monotonic() < patience else living
-        for pid in prey:
+        killed = living
+        if time.monotonic() < started + _CLEANUP_SECONDS:
+            killed = {pid for pid in living if not any(name in procfs.command(pid) for name in _CLEANUP_COMMANDS)}
+        for pid in killed:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        ended |= prey
+        ended |= killed
         reap_children()
         if not living or time.monotonic() > give_up:
             break
-        # No event tells of the death of somebody else's child; a killed process is gone within a few milliseconds.
+        # No event reports the death of another process's child; a killed process is gone in a few milliseconds.
         time.sleep(0.002)
     remove_segments(ended)
     return living
 
 
 def is_gone(pid: int, seconds: float) -> bool:
-    """Whether our parent ``pid`` has ended within this time."""
+    """Waits for the end of our parent ``pid``; returns whether it came within this time."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -95,7 +96,7 @@ def is_gone(pid: int, seconds: float) -> bool:
 
 
 def reap_children() -> dict[int, tuple[int, int]]:
-    """Collects every child that has ended: pid to wait status, and the bytes that it had in memory at most."""
+    """Reaps every child that has ended; returns by pid its wait status and the most bytes it had in memory."""
     found = {}
     while True:
         try:
@@ -108,7 +109,7 @@ def reap_children() -> dict[int, tuple[int, int]]:
 
 
 def remove_segments(pids: Collection[int]) -> None:
-    """Shared-memory files that torch had created and not yet unlinked when its process was killed."""
+    """Removes the shared-memory files that torch had not yet unlinked when these processes were killed."""
     for pid in pids:
         for segment in Path("/dev/shm").glob(f"torch_{pid}_*"):
             with contextlib.suppress(OSError):  # a pid of ours may be another's in another container

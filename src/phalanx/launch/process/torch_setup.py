@@ -1,8 +1,6 @@
-"""What `phalanx run` adds to torch in a worker: the backend shm and its choice instead of gloo, the recorder,
-and addresses of the script's own for its process group.
+"""Adds to torch what `phalanx run` offers in a worker: the backend shm, the recorder, the patches of the store.
 
-The zygote does it once for all. An interpreter of its own does it when the script imports torch, and never if it
-does not.
+The zygote does it once for all. A worker in an interpreter of its own does it when its script imports torch.
 """
 
 from __future__ import annotations
@@ -19,20 +17,21 @@ from phalanx.torch_compat import dataloader, dynamo
 
 
 def install() -> None:
-    """torch is imported."""
+    """Installs it; torch is imported."""
     importlib.import_module("phalanx.backends").install()
     importlib.import_module("phalanx.store.tcp_store").install()
     importlib.import_module("phalanx.recorder").install()
     for name in (dynamo.PRELOADED, dataloader.WORKER, dataloader.SIGNAL_HANDLER):
-        name.get()  # what processes without torch know them by: noted here if it is missing
+        name.get()  # processes without torch use these names: a missing one is reported here
 
 
 def install_on_import() -> None:
-    sys.meta_path.insert(0, _Watch())
+    """Installs it when torch is imported."""
+    sys.meta_path.insert(0, _TorchFinder())
 
 
-class _Watch(importlib.abc.MetaPathFinder):
-    """Finds torch as Python would, once, and does the rest when it has been executed."""
+class _TorchFinder(importlib.abc.MetaPathFinder):
+    """Finds torch as Python would, once, and calls `install` when torch has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -49,5 +48,5 @@ class _Watch(importlib.abc.MetaPathFinder):
             plain(module)
             install()
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        loader.exec_module = exec_module  # type: ignore[method-assign]  # for this loader alone
         return spec

@@ -1,7 +1,7 @@
 """Inside a worker: from the fork to the last line of the script.
 
 The same code serves a forked child and a fresh interpreter; the difference ends with `become`. The script runs as
-``__main__``, as ``python script.py`` would run it; what it raises is told to the agent before anything else happens.
+``__main__``, as ``python script.py`` would run it; what it raises is reported to the agent before anything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx import secret
 from phalanx.entry_point import python_command
@@ -36,15 +36,13 @@ if TYPE_CHECKING:  # a rank in an interpreter of its own imports nothing but the
     from phalanx.launch.spec.launch_spec import WorkerSpec
 
 _run_module_as_main = runpy._run_module_as_main  # pyright: ignore[reportAttributeAccessIssue]  # it is `python -m`
-FOR_THE_WORKERS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-)
-"""Signals that mean the script; the zygote ignores them."""
+WORKER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals for the script; the zygote ignores them."""
 
 
 @dataclass(frozen=True)
 class Birth:
-    """What a new child is given."""
+    """What a new child inherits from the zygote."""
 
     spec: WorkerSpec
     parent: int
@@ -57,7 +55,7 @@ class Birth:
 
 
 class Script(NamedTuple):
-    """What a worker runs, as it is told to an interpreter of its own."""
+    """What a worker runs; it is sent to an interpreter of its own as JSON."""
 
     rank: int
     kind: str
@@ -69,7 +67,7 @@ class Script(NamedTuple):
 def become(birth: Birth) -> None:
     """The child's side of the fork: a session of its own, its files and environment, then the script."""
     spec = birth.spec
-    if spec.cpus is not None:  # first of all: memory lies where it is first written
+    if spec.cpus is not None:  # first of all: memory is placed where it is first written
         os.sched_setaffinity(0, spec.cpus)
     os.setsid()
     process_tree.die_with_parent(birth.parent)
@@ -80,7 +78,7 @@ def become(birth: Birth) -> None:
     os.environ.update(spec.environment)
     if birth.by_exec:
         _exec(spec, birth.fds[3:], birth.shadowed)
-    birth.fresh_modules.put_on()
+    birth.fresh_modules.restore()
     run(_script(spec), birth.fds[3], birth.fds[4:])
 
 
@@ -93,9 +91,9 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
     argv = spec.argv()
     interpreter = program.interpreter
     if shadowed and program.kind in ("script", "module"):
-        interpreter = sys.executable  # as it is: the script comes before everything, and its traceback from Python
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
-    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these two; what is executed here should not inherit that
+        interpreter = sys.executable  # without our start-up: Python runs the script and prints its traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these two; the program should not inherit that
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         if program.kind == "command":
@@ -105,7 +103,7 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
     except OSError as error:
         _report(fds[0], exit_report.error_report(spec.rank, error, None, 127))
         os._exit(127)
-    from phalanx.fd_channel import anonymous_file  # here, in the child of a zygote, it is loaded already
+    from phalanx.fd_channel import anonymous_file  # loaded already in the child of a zygote
 
     note = anonymous_file("worker")
     with os.fdopen(os.dup(note), "w") as file:
@@ -116,7 +114,7 @@ def _exec(spec: WorkerSpec, fds: list[int], shadowed: bool) -> None:
 
 
 def main(fds: list[int]) -> None:
-    """Entry of a worker in an interpreter of its own."""
+    """The entry of a worker in an interpreter of its own."""
     note, report, *rest = fds
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -131,18 +129,16 @@ def main(fds: list[int]) -> None:
 def run(script: Script, report: int, fds: list[int]) -> None:
     """Runs the program; how it ends is how this process ends."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a pipe would be read in blocks
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not in blocks, as for a pipe
     report = own_page.move_fd_up(report)
     if not faulthandler.is_enabled():
-        faulthandler.enable(file=report)  # a crash in C then tells the agent the Python line
+        faulthandler.enable(file=report)  # after a crash in C the agent then knows the Python line
     pid = os.getpid()
     exit_report.report_thread_deaths(lambda death: os.getpid() == pid and _report(report, {"thread": death}))
     notices.report_by(lambda text: os.getpid() == pid and _report(report, {"notice": text}))
     _begin_page(script.rank)
     try:
-        signal.pthread_sigmask(
-            signal.SIG_UNBLOCK, FOR_THE_WORKERS
-        )  # what came since the fork is dealt with from here on
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)  # those that came since the fork arrive here
         try:
             _run_program(script, fds)
         except BaseException:
@@ -164,7 +160,7 @@ def _begin_page(rank: int) -> None:
 
 
 def _end_page() -> None:
-    """The script's last line is behind it; what it has left to be done at exit may still take its time."""
+    """Marks the rank as done: the script's last line has run, though its exit handlers may still take time."""
     page = own_page.current()
     if page is not None:
         page.enter(layout.DONE)
@@ -203,7 +199,7 @@ def _run_script(target: str) -> None:
 
 
 def _clear_main() -> None:
-    """The module object stays: multiprocessing and pickle look it up by name."""
+    """Empties ``__main__``. The module object stays: multiprocessing and pickle look it up by name."""
     module = sys.modules["__main__"]
     builtins = module.__dict__["__builtins__"]
     module.__dict__.clear()
@@ -219,7 +215,7 @@ def _first_on_path(directory: str) -> None:
 
 
 def _end_with(rank: int, report: int, error: BaseException) -> None:
-    """Tells the agent, then ends as Python would have, but leaves the telling of the traceback to the log."""
+    """Reports the error, then ends as Python would, but does not print the traceback: the agent puts it in the log."""
     error = exit_report.real_reason(error)
     own_page.complete()
     trace = exit_report.script_side(error, _user_side)
@@ -227,17 +223,15 @@ def _end_with(rank: int, report: int, error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code:
-            _report(
-                report, exit_report.error_report(rank, error, trace, code & 0xFF)
-            )  # what sys.exit says, Python prints
+            _report(report, exit_report.error_report(rank, error, trace, code & 0xFF))  # Python prints its message
         else:
             _end_page()
         raise error
-    is_told = _report(report, exit_report.error_report(rank, error, trace, 1))
+    is_reported = _report(report, exit_report.error_report(rank, error, trace, 1))
     hook = _users_hook()
     if hook is not None:
         hook(type(error), error, trace)
-    elif not is_told:
+    elif not is_reported:
         with contextlib.suppress(OSError):  # its standard error may be gone as well
             traceback.print_exception(error)
     sys.excepthook = lambda *_: None
@@ -246,8 +240,8 @@ def _end_with(rank: int, report: int, error: BaseException) -> None:
     sys.exit(1)
 
 
-def _users_hook() -> Callable[..., Any] | None:
-    """The exception hook that the script installed. torch.distributed wraps a prefix around whatever it finds."""
+def _users_hook() -> Callable[..., object] | None:
+    """The exception hook of the script, if it has one. torch.distributed wraps its own around whatever it finds."""
     hook = sys.excepthook
     while getattr(hook, "__module__", None) == "torch.distributed.distributed_c10d":
         wrapped = inspect.getclosurevars(hook).nonlocals.get("old_hook")
@@ -268,8 +262,8 @@ def _user_side(trace: TracebackType | None) -> TracebackType | None:
     return None
 
 
-def _report(fd: int, content: Mapping[str, Any]) -> bool:
-    """Writes a `member.RankReport`. Whether that was possible: the agent may be gone, or the script has closed it."""
+def _report(fd: int, content: Mapping[str, object]) -> bool:
+    """Writes a `RankReport`; returns False when the agent is gone, or the script has closed the pipe."""
     data = json.dumps(content).encode() + b"\n"
     try:
         while data:

@@ -23,24 +23,9 @@ from phalanx import secret
 from phalanx.errors import ForeignData
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import keeper, process_tree, torch_setup, worker
+from phalanx.launch.process import zygote_messages as protocol
 from phalanx.launch.process.fresh_modules import FreshModules
-from phalanx.launch.process.worker import FOR_THE_WORKERS
-from phalanx.launch.process.zygote_messages import (
-    CannotFork,
-    Exited,
-    ImportFailed,
-    KeeperEnded,
-    KeeperStarted,
-    Ready,
-    Request,
-    SendSignal,
-    Setup,
-    Start,
-    Started,
-    StartKeeper,
-    Sweep,
-    Swept,
-)
+from phalanx.launch.process.worker import WORKER_SIGNALS
 from phalanx.launch.spec.launch_spec import WorkerSpec
 from phalanx.system import cgroups, procfs
 
@@ -49,13 +34,13 @@ _MOST_SURPLUS = 100
 
 
 def main(fd: int, fresh: frozenset[str]) -> None:
-    """The zygote's life; in a forked child it goes on as the worker's."""
+    """The zygote's life; in a forked child it continues as the worker's."""
     fresh_modules = FreshModules.of_this_interpreter(fresh)
-    # A job's end is often told to every process of it. The zygote's and the keeper's comes by their channels: were they
-    # to go first, the workers would be killed in the middle of their last checkpoint.
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in FOR_THE_WORKERS}
+    # Job managers often signal every process of a job. Zygote and keeper end when their channels do: if they ended
+    # first, the workers would be killed in the middle of their last checkpoint.
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in WORKER_SIGNALS}
     channel = Channel.from_fd(fd)
-    received = channel.receive(Setup)
+    received = channel.receive(protocol.Setup)
     if received is None:
         os._exit(0)
     setup, fds = received
@@ -63,10 +48,10 @@ def main(fd: int, fresh: frozenset[str]) -> None:
     zygote = _Zygote(channel, fresh_modules, setup, handlers)
     try:
         child = zygote.live(fds)
-    except (BrokenPipeError, ForeignData):  # the agent died while it was being told something, or is not one
+    except (BrokenPipeError, ForeignData):  # the agent died while it was sent something, or is not one
         zygote.end_everything()
         os._exit(0)
-    # Only a child comes here, out of the zygote's stack, so that the script's frames have nothing of it below them.
+    # Only a child comes here, outside of the zygote's stack, which is not to show up below the script's frames.
     worker.become(child)
 
 
@@ -74,18 +59,18 @@ def main(fd: int, fresh: frozenset[str]) -> None:
 class _Zygote:
     channel: Channel
     fresh_modules: FreshModules
-    setup: Setup
+    setup: protocol.Setup
     handlers: dict[signal.Signals, Any]
-    """What a fresh interpreter does on the signals that the zygote itself ignores."""
+    """The default handlers of the signals that the zygote itself ignores."""
     keeper_pid: int = 0
     workers: dict[int, WorkerSpec] = field(default_factory=dict)
-    """By pid, those that run."""
+    """The workers that run, by pid."""
     why_not_fork: str | None = None
 
     def live(self, fds: list[int]) -> worker.Birth:
         """Serves the agent until it goes away. Returns only in a child."""
         if self.setup.die_with:
-            process_tree.die_with_parent(self.setup.die_with)  # while importing, nobody reads the channel
+            process_tree.die_with_parent(self.setup.die_with)  # the channel is not read while importing
         process_tree.adopt_orphans()
         if self.setup.start_method == "exec":
             self.why_not_fork = "asked for"
@@ -94,7 +79,7 @@ class _Zygote:
             self._import()
         process_tree.outlive_parent()
         self._start_keeper(fds)
-        self.channel.send(Ready(sys.prefix, sys.executable))
+        self.channel.send(protocol.Ready(sys.prefix, sys.executable))
         wake_in, wake_out = os.pipe()
         os.set_blocking(wake_out, False)
         os.set_blocking(wake_in, False)
@@ -106,7 +91,7 @@ class _Zygote:
                 os.read(wake_in, 4096)
             self._report_exits()
             if self.channel in readable:
-                birth = self._obey([wake_in, wake_out])
+                birth = self._handle_request([wake_in, wake_out])
                 if birth is not None:
                     return birth
 
@@ -117,10 +102,10 @@ class _Zygote:
             try:
                 with self.fresh_modules.visible(directory):
                     importlib.import_module(name)
-            except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent says it in one line)
+            except Exception as error:  # noqa: BLE001 (whatever an import raises, the agent prints it in one line)
                 if name in self.setup.late:
-                    continue  # only a guess at what the script will need; it will see the error itself if it does
-                self.channel.send(ImportFailed(name, f"{type(error).__name__}: {error}"))
+                    continue  # only a guess; a script that needs it gets the error itself
+                self.channel.send(protocol.ImportFailed(name, f"{type(error).__name__}: {error}"))
                 _flush()
                 os._exit(1)
         _flush()
@@ -151,27 +136,27 @@ class _Zygote:
             os._exit(0)
         for fd in fds:
             os.close(fd)
-        self.channel.send(KeeperStarted(self.keeper_pid))
+        self.channel.send(protocol.KeeperStarted(self.keeper_pid))
 
-    def _obey(self, wake_fds: list[int]) -> worker.Birth | None:
-        received = self.channel.receive(Request)
+    def _handle_request(self, wake_fds: list[int]) -> worker.Birth | None:
+        received = self.channel.receive(protocol.Request)
         if received is None:
             self.end_everything()
             os._exit(0)
         request, fds = received
         match request:
-            case Start(spec):
+            case protocol.Start(spec):
                 return self._start(spec, fds, wake_fds)
-            case SendSignal(pid, number):
+            case protocol.SendSignal(pid, number):
                 self._signal(pid, number)
-            case Sweep():
-                self.channel.send(Swept(tuple(sorted(self._sweep()))))
-            case StartKeeper():
+            case protocol.Sweep():
+                self.channel.send(protocol.Swept(tuple(sorted(self._sweep()))))
+            case protocol.StartKeeper():
                 self._start_keeper(fds)
         return None
 
     def _signal(self, pid: int, number: int) -> None:
-        """A program of any kind may be a shell with the real one below it, so all of its group are told."""
+        """Signals a worker, or its whole group: a command may be a shell with the real program below it."""
         if pid not in self.workers:
             return
         if self.workers[pid].program.kind == "command":
@@ -184,10 +169,10 @@ class _Zygote:
         shadow = self.fresh_modules.shadowed_by(self.setup.script_directory)
         why_exec = self._why_exec(spec) or shadow
         if why_exec and spec.start_method == "fork":
-            self.channel.send(CannotFork(why_exec))
+            self.channel.send(protocol.CannotFork(why_exec))
             return None
         parent, surplus = os.getpid(), _oom_score_surplus()
-        signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_WORKERS)  # the child takes them when it is ready for them
+        signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)  # the child unblocks them when it is ready
         pid = os.fork()
         if pid == 0:
             procfs.raise_oom_score(surplus)
@@ -198,11 +183,11 @@ class _Zygote:
             for fd in wake_fds:
                 os.close(fd)
             return worker.Birth(spec, parent, fds, self.fresh_modules, why_exec is not None, shadow is not None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_WORKERS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)
         self.workers[pid] = spec
         for fd in fds:
             os.close(fd)
-        self.channel.send(Started(spec.rank, pid, why_exec))
+        self.channel.send(protocol.Started(spec.rank, pid, why_exec))
         return None
 
     def _why_exec(self, spec: WorkerSpec) -> str | None:
@@ -217,19 +202,19 @@ class _Zygote:
             code = os.waitstatus_to_exitcode(status)
             if pid == self.keeper_pid:
                 self.keeper_pid = 0
-                self.channel.send(KeeperEnded(pid, code))
+                self.channel.send(protocol.KeeperEnded(pid, code))
             elif pid in self.workers:
                 process_tree.remove_segments([pid])
                 rank = self.workers.pop(pid).rank
                 ended = (code, None) if code >= 0 else (None, -code)
-                self.channel.send(Exited(rank, pid, *ended, memory))
+                self.channel.send(protocol.Exited(rank, pid, *ended, memory))
 
     def _sweep(self) -> set[int]:
         self._report_exits()
         return process_tree.end_all(lambda: procfs.descendants(os.getpid()) - {self.keeper_pid})
 
     def end_everything(self) -> None:
-        """The keeper last: should we be killed in the middle of this, it does the rest."""
+        """Ends all descendants, the keeper last: if this process is killed meanwhile, the keeper does the rest."""
         process_tree.end_all(lambda: procfs.descendants(os.getpid()) - {self.keeper_pid})
         process_tree.end_all(lambda: procfs.descendants(os.getpid()))
 
@@ -248,7 +233,7 @@ def _oom_score_surplus() -> int:
 
 
 def _flush() -> None:
-    """What a module has printed while it was imported would be written again by every child."""
+    """Writes what modules have printed while they were imported; every child would write it again."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the module has closed it

@@ -1,4 +1,4 @@
-"""The agent's hand on the zygote and the keeper: start, signal, sweep, fresh store.
+"""The agent's side of the zygote and the keeper: start, signal, sweep, fresh store.
 
 Every request is a message; what happens to the workers comes back as events. Nothing here imports torch.
 """
@@ -21,33 +21,17 @@ from phalanx.entry_point import python_command
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.fd_channel import Channel
 from phalanx.launch.process import helper_processes
-from phalanx.launch.process.helper_processes import HelperLost, how_ended
-from phalanx.launch.process.zygote_messages import (
-    CannotFork,
-    Event,
-    Exited,
-    FreshStore,
-    ImportFailed,
-    KeeperEnded,
-    KeeperStarted,
-    Ready,
-    SendSignal,
-    Setup,
-    Start,
-    Started,
-    StartKeeper,
-    Sweep,
-    Swept,
-)
+from phalanx.launch.process import zygote_messages as protocol
+from phalanx.launch.process.helper_processes import HelperLost, StoppedHelpers, how_ended
 from phalanx.launch.spec.launch_spec import WorkerSpec
 from phalanx.system import procfs
 
 _MESSAGE_SECONDS, _SWEEP_SECONDS, _STORE_SECONDS, _END_SECONDS = 10.0, 20.0, 60.0, 12.0
-"""The zygote gives up on a process that cannot be killed after 10 s; the first store may have to import torch."""
+"""Seconds. The zygote gives up on a process that cannot be killed after 10; the first store may import torch."""
 
 
 class ZygoteClient:
-    """One zygote, with its keeper when a listening socket is given."""
+    """One zygote, with its keeper if a listening socket or other nodes need one."""
 
     def __init__(
         self,
@@ -60,14 +44,14 @@ class ZygoteClient:
         listener: socket.socket | None = None,
         with_nodes: bool = False,
     ) -> None:
-        """``listener``: what the keeper serves; ``with_nodes``: it also speaks with other nodes."""
+        """``listener``: the socket that the keeper serves; ``with_nodes``: it also talks to other nodes."""
         self.token = os.urandom(16).hex()
         self.address: tuple[str, int] | None = listener.getsockname()[:2] if listener else None
-        """Where the store listens."""
+        """The address of the store."""
         # Kept open here: the port stays ours when the keeper has to be replaced.
         self._listener = listener.dup() if listener is not None else None
         self._environment = {**environment, "PHALANX_RUN_TOKEN": self.token, "OPENBLAS_NUM_THREADS": "1"}
-        self._setup = Setup(
+        self._setup = protocol.Setup(
             start_method,
             tuple(preload),
             tuple(late),
@@ -81,19 +65,19 @@ class ZygoteClient:
         self._keeper: Channel | None = None
         self._keeper_pid = 0
         self._stores = self._answers_due = 0
-        """Asked of this keeper, and those of them that it has not answered."""
+        """Stores requested from this keeper, and the requests that it has not answered."""
         self.keeper_lost: str | None = None
-        """How the keeper has ended, until a new one is started."""
+        """How the keeper has ended; None while it runs."""
         self.left: set[int] = set()
         """Processes of the run that even SIGKILL has not ended."""
-        self._stopped = helper_processes.Stopped()
+        self._stopped = StoppedHelpers()
         self._start_zygote()
 
     def _start_zygote(self) -> None:
         self._swept = self.ready = False
         """``ready``: the zygote has imported what it should and takes requests."""
         self._workers: set[int] = set()
-        """Those that have started and not ended, by pid."""
+        """The pids of those that have started and not ended."""
         self.channel, theirs = Channel.pair()
         self.channel.limit(_MESSAGE_SECONDS)
         self._process = subprocess.Popen(
@@ -109,8 +93,8 @@ class ZygoteClient:
         else:
             self._send(self._setup)
 
-    def _send_with_keeper(self, message: Setup | StartKeeper) -> None:
-        """With what a new keeper needs: its channel and the socket, if this zygote has one."""
+    def _send_with_keeper(self, message: protocol.Setup | protocol.StartKeeper) -> None:
+        """Sends the message with what a new keeper needs, if there is one: its channel and the socket."""
         if self._listener is None and not self._setup.with_nodes:
             self._send(message)
             return
@@ -123,7 +107,7 @@ class ZygoteClient:
             its_end.close()
 
     def restart(self) -> None:
-        """Starts what has ended, the zygote or the keeper or both, after everything of the attempt has been ended."""
+        """Starts the zygote, the keeper or both again, after everything of the attempt has ended."""
         if self._keeper is not None and (self.keeper_lost or self._keeper.has_ended):
             self._keeper.close()
             self._keeper = None
@@ -131,7 +115,7 @@ class ZygoteClient:
         if self.has_ended:
             self._start_zygote()
         elif self._keeper is None:
-            self._send_with_keeper(StartKeeper())
+            self._send_with_keeper(protocol.StartKeeper())
 
     @property
     def keeper(self) -> Channel:
@@ -144,44 +128,44 @@ class ZygoteClient:
     def start(self, spec: WorkerSpec, fds: Sequence[int]) -> None:
         """``fds``: stdin, stdout, stderr, the writing end of the report pipe, and what a function needs."""
         environment = {**spec.environment, "PHALANX_RUN_TOKEN": self.token}
-        self._send(Start(messages.replace(spec, environment=environment)), fds)
+        self._send(protocol.Start(messages.replace(spec, environment=environment)), fds)
 
     def signal(self, pid: int, number: int) -> None:
         """Only the zygote may signal a worker: it alone knows that the pid has not been given to somebody else."""
-        self._send(SendSignal(pid, int(number)))
+        self._send(protocol.SendSignal(pid, int(number)))
 
-    def next_event(self) -> Started | Exited | None:
-        """The next event, waiting for it if there is none; None when it says nothing about a worker."""
+    def next_event(self) -> protocol.Started | protocol.Exited | None:
+        """Waits for the next event and returns it; None when it is not about a worker."""
         try:
-            received = self.channel.receive(Event)
+            received = self.channel.receive(protocol.Event)
         except ForeignData as error:
             raise HelperLost(str(error)) from None
         if received is None:
             raise HelperLost(helper_processes.describe_end(self._process))
         event, _ = received
         match event:
-            case Started():
+            case protocol.Started():
                 self._workers.add(event.pid)
                 return event
-            case Exited():
+            case protocol.Exited():
                 self._workers.discard(event.pid)
                 return event
-            case Ready():
+            case protocol.Ready():
                 self._check_interpreter(event.prefix)
                 self.ready = True
-            case Swept(left):
+            case protocol.Swept(left):
                 self._swept = True
                 self.left |= set(left)
-            case KeeperStarted(pid):
+            case protocol.KeeperStarted(pid):
                 self._keeper_pid = pid
-            case ImportFailed(module, error):
+            case protocol.ImportFailed(module, error):
                 raise LaunchError(
                     f"cannot import {module} ({error}) in {sys.executable}; "
                     f"{'install it there' if module.startswith('torch') else 'correct --preload'}."
                 )
-            case CannotFork(why):
+            case protocol.CannotFork(why):
                 raise LaunchError(f"--start-method fork is not possible: {why}. Use auto or exec.")
-            case KeeperEnded(pid, code) if pid == self._keeper_pid:
+            case protocol.KeeperEnded(pid, code) if pid == self._keeper_pid:
                 how = how_ended(code)
                 self.keeper_lost = f"the process that hosts the store (pid {self._keeper_pid}) was {how}"
                 if self._setup.with_nodes:
@@ -189,39 +173,39 @@ class ZygoteClient:
         return None
 
     def _check_interpreter(self, prefix: str) -> None:
-        """The workers run in the launcher's own interpreter and environment, or nothing is started."""
+        """Workers must run in the launcher's own interpreter and environment."""
         if prefix != sys.prefix:
             raise LaunchError(
                 f"the workers would run in {prefix}, but this launcher runs in {sys.prefix}; "
                 "activate one environment and start again."
             )
 
-    def sweep(self) -> list[Started | Exited]:
-        """Ends whatever the workers left behind; returns what was heard meanwhile. See ``left``."""
+    def sweep(self) -> list[protocol.Started | protocol.Exited]:
+        """Ends the processes that workers left behind; returns the events of that time. See ``left``."""
         self._swept = False
-        self._send(Sweep())
-        heard = []
+        self._send(protocol.Sweep())
+        found = []
         while not self._swept:
             self._await(self.channel, _SWEEP_SECONDS, f"the process that starts the workers (pid {self.pid})")
             event = self.next_event()
             if event is not None:
-                heard.append(event)
-        return heard
+                found.append(event)
+        return found
 
     def fresh_store(self) -> None:
-        """A new, empty store behind the listening socket.
+        """Has the keeper put a new, empty store behind the listening socket.
 
-        The first one of a keeper need not be waited for: connections made before it is there wait in the backlog. A
-        later one must be, or a fast worker would still meet the store of the attempt before.
+        The first one of a keeper is not waited for: connections made before wait in the backlog. A later one is, or a
+        fast worker would still reach the store of the attempt before.
         """
         name = f"the process that hosts the store (pid {self._keeper_pid})"
         try:
-            self.keeper.send(FreshStore())
+            self.keeper.send(protocol.FreshStore())
             self._stores += 1
             self._answers_due += 1
             while self._stores > 1 and self._answers_due:
                 self._await(self.keeper, _STORE_SECONDS, name)
-                if self.keeper.receive(FreshStore) is None:
+                if self.keeper.receive(protocol.FreshStore) is None:
                     raise HelperLost(f"{name} has ended")
                 self._answers_due -= 1
         except (OSError, HelperLost, ForeignData) as error:
@@ -229,21 +213,21 @@ class ZygoteClient:
             if not self._keeper_pid and helper_processes.has_ended(self._process, helper_processes.KILL_SECONDS):
                 self.keeper_lost = helper_processes.describe_end(self._process)  # before it could start the keeper
             self.keeper.close()
-            if procfs.stat(self._keeper_pid) is not None:  # it is silent
+            if procfs.stat(self._keeper_pid) is not None:  # it hangs
                 with contextlib.suppress(ProcessLookupError):  # it has just ended after all
                     os.kill(self._keeper_pid, signal.SIGKILL)
             raise HelperLost(self.keeper_lost) from None
 
     def _await(self, channel: Channel, seconds: float, name: str) -> None:
-        """Until something can be read from it. A process that is stopped is continued, since it is needed."""
+        """Waits until something can be read; continues the helpers if they are stopped."""
         helper_processes.wait(
             lambda second: select.select([channel], [], [], second)[0], seconds, name, self.check_helpers
         )
 
     def check_helpers(self, *, at_once: bool = False) -> list[str]:
-        """Continues the zygote and the keeper when they are stopped, and returns what there is to say of it.
+        """Continues the zygote and the keeper when they are stopped; returns a sentence for each.
 
-        A keeper that has outlived its zygote has nobody else to notice its end.
+        It also notices the end of a keeper that has outlived its zygote.
         """
         if self._keeper is not None and not self.keeper_lost and self._keeper.has_ended:
             self.keeper_lost = f"the process that hosts the store (pid {self._keeper_pid}) has ended"
@@ -256,15 +240,15 @@ class ZygoteClient:
 
     @property
     def has_ended(self) -> bool:
-        """The zygote is gone; nothing can be started any more."""
+        """Whether the zygote has ended."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """For a start that is called off: there are no workers yet, and the zygote may be busy importing."""
+        """Kills the zygote, which may be busy importing; there must be no workers yet."""
         self._process.kill()
 
     def abort(self) -> None:
-        """Ends the zygote and all that it has started without its help; ``left`` says what cannot be ended."""
+        """Kills the zygote and all that it has started. See ``left``."""
         self.channel.close()
         spared = {*self.left, *([self._keeper_pid] if self._keeper is not None else [])}
         self.left |= helper_processes.end_with(self._process, self.token, spared, self._workers)
@@ -288,7 +272,7 @@ class ZygoteClient:
             self._listener.close()
 
     def _end_keeper(self) -> bool:
-        """The zygote ends it with itself, unless that was replaced: then it ends by itself. Whether it has."""
+        """Closes the keeper's channel and waits for its end; returns whether it came."""
         if self._keeper is None:
             return True
         self._keeper.end()
