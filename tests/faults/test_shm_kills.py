@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def live(rank: int, directory: str, timeout: float) -> int:
     try:
         group = ShmGroup(store, rank, RANKS, timedelta(seconds=timeout), "kills", range(RANKS))
         tensors = [torch.ones(size) for size in (1, 5000, 700_000)]
-        options = [dist.AllreduceOptions(), dist.AllreduceOptions()]
+        options: list[Any] = [dist.AllreduceOptions(), dist.AllreduceOptions()]
         options[0].asyncOp = False
         for step in range(10**9):
             group.allreduce([tensors[step % 3].fill_(1.0)], options[step % 2]).wait()

@@ -1,4 +1,4 @@
-"""Order among the ranks: who goes first, who speaks, and where all wait for all."""
+"""Order among the ranks: barrier, rank_zero_first, main_only and print; and the time in collectives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -24,7 +25,7 @@ _turns = {False: itertools.count(), True: itertools.count()}
 
 
 def barrier() -> None:
-    """Returns when every rank has called it. In a world of one, at once."""
+    """Returns when every rank has called it; at once in a world of one."""
     world = worlds.current()
     if world.size == 1:
         return
@@ -64,7 +65,7 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
 
 
 def _first_of_the_node(world: World) -> int:
-    """The smallest rank on this host: launchers may deal ranks out to the nodes in turn."""
+    """Returns the smallest rank on this host: launchers may give ranks to the nodes in turn."""
     if not world.claims:
         return world.rank - world.local_rank
     here = world.claims[world.rank].host
@@ -88,9 +89,7 @@ def _follow(world: World, leader: int, key: str) -> None:
 
 
 def _rank() -> int:
-    """Known before joining, too."""
-    import sys
-
+    """Returns the rank of this process, also before it has joined."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_rank()
@@ -109,7 +108,18 @@ def main_only(function: Callable[_P, _R]) -> Callable[_P, _R | None]:
     return on_main
 
 
-def print(*values: Any, **options: Any) -> None:
+def print(*values: object, **options: Any) -> None:
     """The built-in print, on rank 0 alone."""
     if _rank() == 0:
         builtins.print(*values, **options)
+
+
+def seconds_in_collectives() -> float | None:
+    """Returns the seconds in collectives of the default group so far, with the waiting for other ranks.
+
+    None when the backend does not count them, such as torch's own.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return 0.0
+    return getattr(dist.group.WORLD, "seconds_in_collectives", None)

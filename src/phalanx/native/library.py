@@ -1,4 +1,4 @@
-"""The C library: found, loaded, and described to ctypes. csrc/phalanx_shm.h says what everything means."""
+"""Loads the C library and describes it to ctypes; csrc/phalanx_shm.h documents it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSALS = {
     "BAD_REDUCTION": "this type does not support that reduction",
     "BAD_COUNT": "its elements are more than a process can address",
 }
-"""Results from FAILED + 1 on, in the order of enum phx_result: refused, and nothing has been done."""
+"""The results from FAILED + 1 on, in the order of enum phx_result: the call was refused and did nothing."""
 
 (BARRIER, ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, GATHER, REDUCE_SCATTER, SCATTER, ALL_TO_ALL) = range(9)
 OPS = (
@@ -45,22 +45,22 @@ OPS = (
 NO_FAILURE, BEING_WRITTEN, MISMATCH, SPLITS, LOST, LEFT, TIMEOUT, ABORTED = range(8)
 
 
-def refusal(result: int) -> str | None:
-    """Why a call was refused; None for a result that says otherwise."""
-    return list(REFUSALS.values())[result - FAILED - 1] if result > FAILED else None
+def refusal(result: int) -> str:
+    """Returns why a call was refused."""
+    return list(REFUSALS.values())[result - FAILED - 1]
 
 
 def nanoseconds(seconds: float) -> int:
-    """For `timeout_ns`; more than three hundred years are three hundred years."""
+    """Returns the value for `timeout_ns`, at most three hundred years."""
     return int(min(seconds, 1e10) * 1e9)
 
 
 class NotBuilt(PhalanxError):
-    """The library is not there, or cannot be loaded; the message says why."""
+    """The library is missing or cannot be loaded; the message has the reason."""
 
 
 class Call(Structure):
-    """phx_call."""
+    """phx_call: what one rank does in a collective."""
 
     _fields_ = (
         ("op", c_uint32),
@@ -82,7 +82,7 @@ class Call(Structure):
 
 
 class Signature(Structure):
-    """phx_signature."""
+    """phx_signature: what must be equal on all ranks."""
 
     _fields_ = (
         ("op", c_uint32),
@@ -95,7 +95,7 @@ class Signature(Structure):
 
 
 class Failure(Structure):
-    """phx_failure."""
+    """phx_failure: the first failure of a group."""
 
     _fields_ = (
         ("kind", c_uint32),
@@ -116,7 +116,7 @@ class Failure(Structure):
 
 
 class Log(Structure):
-    """phx_log."""
+    """phx_log: where the library writes to the status page."""
 
     _fields_ = (
         ("record", c_uint64),
@@ -155,11 +155,11 @@ _PROTOTYPES = {
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded library; NotBuilt when there is none that fits."""
+    """Returns the loaded library; raises NotBuilt when there is none of this version."""
     try:
         lib = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
-        # Its first line is the reason, and the rest all that the compiler said.
+        # Its first line is the reason, the rest the compiler's output.
         reason = WHY_NOT.read_text().partition("\n")[0] if WHY_NOT.exists() else str(error)
         raise NotBuilt(f"the shm library is not there: {reason}") from None
     try:
@@ -175,7 +175,7 @@ def library() -> ctypes.CDLL:
 
 
 def why_not() -> str | None:
-    """Why the library cannot be used here; None when it can."""
+    """Returns why the library cannot be used here; None when it can."""
     try:
         library()
     except NotBuilt as error:
@@ -184,7 +184,7 @@ def why_not() -> str | None:
 
 
 def describe() -> dict[str, str]:
-    """Version and vector code of the library, for `phalanx doctor`; or the reason why it is not used."""
+    """Returns version and vector code of the library, or why it is not used, for `phalanx doctor`."""
     reason = why_not()
     if reason is not None:
         return {"shm": reason}

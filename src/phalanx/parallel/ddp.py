@@ -12,7 +12,7 @@ from phalanx import backends
 from phalanx.errors import UsageError
 from phalanx.failure.missing_gradients import missing_gradients
 from phalanx.parallel.alone import save_without_prefix, unwrapped
-from phalanx.torch_compat.dynamo import passed_over
+from phalanx.torch_compat.dynamo import skipped
 
 POWERSGD_RANK = 1
 POWERSGD_START = 1000
@@ -36,7 +36,7 @@ class Parallel(DistributedDataParallel):
             _COMPRESSIONS[compress](self)
 
     # torch.compile skips this function, as it skips DDP's own forward.
-    @passed_over
+    @skipped
     def forward(self, *inputs: object, **kwargs: object) -> object:
         try:
             return super().forward(*inputs, **kwargs)

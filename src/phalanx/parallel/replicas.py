@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeGuard, cast
 
 import torch
@@ -136,12 +137,12 @@ def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[object]:
     """Runs each replica in a thread and returns the results; an exception is raised with the replica's number."""
     results: list[object] = [None] * len(calls)
     failures: dict[int, Callable[[], None]] = {}
-    settings = _Settings()
+    settings = _settings_of_this_thread()
 
     def work(number: int) -> None:
         try:
             inputs, kwargs = calls[number]
-            with settings.applied():
+            with settings():
                 results[number] = replicas[number](*inputs, **kwargs)
         except Exception:  # noqa: BLE001 (raised below)
             failures[number] = private.caught(f"in replica {number} of {len(calls)}")
@@ -156,21 +157,19 @@ def run(replicas: Sequence[nn.Module], calls: Sequence[Call]) -> list[object]:
     return results
 
 
-class _Settings:
-    """torch's settings of the thread that makes this object, for other threads."""
-
-    def __init__(self) -> None:
-        self._gradients = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu")
-        self._precision = torch.get_autocast_dtype("cpu")
-        self._cache = torch.is_autocast_cache_enabled()
+def _settings_of_this_thread() -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context manager that gives another thread torch's settings of this one."""
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    cache = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        autocast = torch.autocast("cpu", self._precision, enabled=self._autocast, cache_enabled=self._cache)
-        with torch.inference_mode(self._inference), torch.set_grad_enabled(self._gradients), autocast:
+    def applied() -> Iterator[None]:
+        precision = torch.autocast("cpu", dtype, enabled=autocast, cache_enabled=cache)
+        with torch.inference_mode(inference), torch.set_grad_enabled(gradients), precision:
             yield
+
+    return applied
 
 
 def gather(outputs: Sequence[object]) -> Tree:

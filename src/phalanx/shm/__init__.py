@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import ParamSpec, Protocol
+from typing import Any, ParamSpec
 
 import torch.distributed as dist
 
@@ -21,18 +21,8 @@ __all__ = ["ShmGroup", "describe", "why_not_here"]
 _P = ParamSpec("_P")
 
 
-class _BackendOptions(Protocol):
-    """torch's _DistributedBackendOptions."""
-
-    store: dist.Store
-    group_rank: int
-    group_size: int
-    timeout: timedelta
-    group_id: str
-    global_ranks_in_group: Sequence[int]
-
-
-def _create(options: _BackendOptions, _: object) -> ShmGroup:
+def _create(options: Any, _: object) -> ShmGroup:
+    """Makes a group for torch. ``options`` are its _DistributedBackendOptions."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     name = options.group_id if dist.is_initialized() else "world"
     return ShmGroup(options.store, options.group_rank, options.group_size, options.timeout, name, ranks)
@@ -86,7 +76,7 @@ def _set_pg_timeout(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
-dynamo.pass_over_methods(ShmGroup)  # DDP's broadcast of buffers comes to us, below a compiled model
+dynamo.skip_methods(ShmGroup)  # a compiled DDP model calls its broadcast of buffers
 BACKWARD.wrap(_with_original_error)
 c10d.MONITORED_BARRIER.wrap(_monitored_barrier)
 c10d.SET_TIMEOUT.wrap(_set_pg_timeout)

@@ -1,8 +1,7 @@
-"""monitored_barrier: the first rank names those that did not come. It goes through the store, and breaks no group."""
+"""monitored_barrier: rank 0 names the ranks that did not come. It uses the store only, so the group stays usable."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from phalanx.messages import Rank
@@ -12,20 +11,20 @@ from phalanx.store.primitives import read, wait_for, write
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-_FOR_THE_VERDICT = 1.0
-"""Seconds that the others give the first rank beyond its own timeout."""
+_VERDICT_SECONDS = 1.0
+"""Seconds beyond the timeout that the others wait for rank 0."""
 
 
 def pass_together(store: Store, rank: int, size: int, timeout: float, wait_for_all: bool) -> None:
-    """Returns when all ranks have come; otherwise an error in torch's own words, on those that have."""
+    """Returns when all ranks have come. Otherwise those that came raise an error with torch's own text."""
     if rank == 0:
         missing = _missing(store, size, timeout, wait_for_all)
         write(store, "verdict", missing)
         if missing:
-            raise CollectiveTimeout(_complaint(missing, timeout))
+            raise CollectiveTimeout(_error_text(missing, timeout))
         return
     write(store, f"rank {rank}", "here")
-    if wait_for(store, "verdict", timeout + _FOR_THE_VERDICT):
+    if wait_for(store, "verdict", timeout + _VERDICT_SECONDS):
         missing = read(store, "verdict", list[Rank])
         if not missing:
             return
@@ -39,18 +38,13 @@ def pass_together(store: Store, rank: int, size: int, timeout: float, wait_for_a
 
 
 def _missing(store: Store, size: int, timeout: float, wait_for_all: bool) -> list[int]:
-    deadline = time.monotonic() + timeout
-    missing = []
-    for other in range(1, size):
-        left = deadline - time.monotonic()
-        if timeout <= 0 or not wait_for(store, f"rank {other}", left):
-            missing.append(other)
-            if not wait_for_all:
-                break
-    return missing
+    if timeout > 0 and wait_for(store, [f"rank {other}" for other in range(1, size)], timeout):
+        return []
+    missing = [other for other in range(1, size) if timeout <= 0 or not store.check([f"rank {other}"])]
+    return missing if wait_for_all else missing[:1]
 
 
-def _complaint(missing: list[int], timeout: float) -> str:
+def _error_text(missing: list[int], timeout: float) -> str:
     if timeout <= 0:
         return f"Rank 0 timed out in monitoredBarrier after {timeout:g} s."
     ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

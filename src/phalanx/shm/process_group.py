@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from phalanx.shm.node.segment import Segment
 from phalanx.shm.node.status_log import StatusLog
 from phalanx.shm.node.tensors import REDUCE_CODES, Blocks, is_contiguous
 from phalanx.shm.node.work_queue import Finished, WorkQueue
-from phalanx.shm.staged_collectives import StagedCollectives
+from phalanx.shm.staged_collectives import StagedCollectives, run_all
 from phalanx.status import layout, own_page
 from phalanx.status.layout import ALL_REDUCE
 from phalanx.store import join
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 _FINISHED = Finished()
 _UNSET = c10d.AllreduceOptions().timeout
-_Options = c10d.ReduceOptions | None
+_Opts = c10d.ReduceOptions | None
 """The options of any collective: ReduceOptions has the fields of all of them."""
 
 
-def _options(given: _Options, kind: type) -> c10d.ReduceOptions:
+def _options(given: _Opts, kind: type) -> c10d.ReduceOptions:
     """Returns the options of a call. torch's own groups also take no options, or an operator in their place."""
     if given is None:
         return kind()
@@ -85,23 +85,23 @@ class ShmGroup(dist.ProcessGroup):
         self._gloo = new_gloo(dist.PrefixStore("gloo", store), rank, size, timeout, address, lazy=True)
         # Called directly: through super() torch would hold the interpreter's lock, which gloo's own thread may want.
         add_default_backend(self, torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._log = None
         self._messages: Messages | gloo_groups.GlooMessages
         self._inner: NodeCollectives | HierarchicalCollectives
         if nodes.count == 1:
             segment = Segment(shared, claims, rank, seconds, self._names)
             messages.connect([claim.note for claim in claims], segment.pidfds)
             self._messages, self._inner = messages, NodeCollectives(segment, seconds)
-            self._log = self._status_log.native_log()
-            segment.set_log(self._log)
+            segment.set_log(self._status_log.native_log())
         else:
+            from phalanx.shm.hierarchical.agreement import Agreement
             from phalanx.shm.hierarchical.collectives import HierarchicalCollectives
 
             messages.close("the group is on several nodes.")
             self._messages = gloo_groups.GlooMessages(self._gloo, self._names, self._status_log)
-            self._inner = HierarchicalCollectives(shared, nodes, claims, timeout, self._names, address, self._gloo)
+            agreement = Agreement(shared, nodes, claims, timeout, self._names, address, self._gloo)
+            self._inner = HierarchicalCollectives(agreement)
         self._collectives = StagedCollectives(self._inner, rank, size)
-        self._work_queue = WorkQueue(name, self._status_log.page, self._log)
+        self._work_queue = WorkQueue(name, self._status_log.page, self._status_log.native)
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
@@ -117,7 +117,7 @@ class ShmGroup(dist.ProcessGroup):
         """Runs ``run`` with the arguments of each call, now or in the queue. The status page shows ``tensor``."""
         kind = self._status_log[op, None if tensor is None else tensor.dtype]
         size = 0 if tensor is None else tensor.numel()
-        run, arguments = (run, calls[0]) if len(calls) == 1 else (_run_all, (run, calls))
+        run, arguments = (run, calls[0]) if len(calls) == 1 else (run_all, (run, calls))
         if opts.timeout != _UNSET:
             run, arguments = self._within, (opts.timeout.total_seconds(), run, *arguments)
         if opts.asyncOp:
@@ -136,7 +136,7 @@ class ShmGroup(dist.ProcessGroup):
 
     # ---- one block
 
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: _Options = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: _Opts = None) -> dist.Work:
         tensors = [tensors] if not isinstance(tensors, list) else tensors
         opts = _options(opts, c10d.AllreduceOptions)
         tensor = tensors[0]
@@ -154,75 +154,71 @@ class ShmGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: list[Tensor], opts: _Options = None) -> dist.Work:
+    def reduce(self, tensors: list[Tensor], opts: _Opts = None) -> dist.Work:
         opts = _options(opts, c10d.ReduceOptions)
         calls = [(*tensors, opts.reduceOp, opts.rootRank)]
         return self._start(layout.REDUCE, tensors[0], opts, tensors, self._collectives.reduce, calls)
 
-    def broadcast(self, tensors: list[Tensor], opts: _Options = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: _Opts = None) -> dist.Work:
         opts = _options(opts, c10d.BroadcastOptions)
         calls = [(*tensors, opts.rootRank)]
         return self._start(layout.BROADCAST, tensors[0], opts, tensors, self._collectives.broadcast, calls)
 
-    def barrier(self, opts: _Options = None) -> dist.Work:
+    def barrier(self, opts: _Opts = None) -> dist.Work:
         return self._start(layout.BARRIER, None, _options(opts, c10d.BarrierOptions), [], self._inner.barrier, [()])
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        limit = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        limit = self._names.timeout if limit is None else limit
+        limit = self._names.timeout if timeout is None else timeout
+        limit = limit.total_seconds() if isinstance(limit, timedelta) else limit
         store = dist.PrefixStore(f"monitored/{next(self._monitored)}", self._store)
         with own_page.waiting(layout.MONITORED_BARRIER):
             monitored_barrier.pass_together(store, self.rank(), self.size(), limit, wait_all_ranks)
 
     # ---- a block for each rank
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Opts = None) -> dist.Work:
         opts = _options(opts, c10d.AllgatherOptions)
         result, calls = list(itertools.chain(*outputs)), list(zip(outputs, inputs, strict=True))
         return self._start(layout.ALL_GATHER, inputs[0], opts, result, self._collectives.all_gather, calls)
 
-    def allgather_coalesced(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None
-    ) -> dist.Work:
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Opts = None) -> dist.Work:
         """``outputs`` has a list for each rank here, not one for each input."""
         return self.allgather([list(blocks) for blocks in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: _Options = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: _Opts = None) -> dist.Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Opts = None) -> dist.Work:
         opts, calls = _options(opts, c10d.AllgatherOptions), list(zip(outputs, inputs, strict=True))
         return self._start(layout.ALL_GATHER, inputs[0], opts, outputs, self._collectives.all_gather, calls)
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Opts = None) -> dist.Work:
         opts = _options(opts, c10d.GatherOptions)
         blocks = outputs[0] if outputs else []
         calls = [(blocks, *inputs, opts.rootRank)]
         return self._start(layout.GATHER, inputs[0], opts, blocks, self._collectives.gather, calls)
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options = None) -> dist.Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Opts = None) -> dist.Work:
         opts = _options(opts, c10d.ScatterOptions)
         calls = [(*outputs, inputs[0] if inputs else [], opts.rootRank)]
         return self._start(layout.SCATTER, outputs[0], opts, outputs, self._collectives.scatter, calls)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: Sequence[Blocks], opts: _Options = None) -> dist.Work:
+    def reduce_scatter(self, outputs: list[Tensor], inputs: Sequence[Blocks], opts: _Opts = None) -> dist.Work:
         opts = _options(opts, c10d.ReduceScatterOptions)
         calls = [(output, blocks, opts.reduceOp) for output, blocks in zip(outputs, inputs, strict=True)]
         return self._start(layout.REDUCE_SCATTER, outputs[0], opts, outputs, self._collectives.reduce_scatter, calls)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: _Options = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: _Opts = None) -> dist.Work:
         return self.reduce_scatter([output], [input], opts)
 
     reduce_scatter_single_coalesced = reduce_scatter
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options = None) -> dist.Work:
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: _Opts = None) -> dist.Work:
         opts, run = _options(opts, c10d.AllToAllOptions), self._collectives.all_to_all
         return self._start(layout.ALL_TO_ALL, inputs[0], opts, outputs, run, [(outputs, inputs)])
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: _Options = None
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: _Opts = None
     ) -> dist.Work:
         opts, run = _options(opts, c10d.AllToAllOptions), self._collectives.all_to_all_single
         calls = [(output, input, output_splits, input_splits)]
@@ -231,13 +227,13 @@ class ShmGroup(dist.ProcessGroup):
     # ---- from one to another
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
-        return self._messages.send(*tensors, dstRank, tag)
+        return self._messages.send(tensors[0], dstRank, tag)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:
-        return self._messages.receive(*tensors, srcRank, tag)
+        return self._messages.receive(tensors[0], srcRank, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        return self._messages.receive(*tensors, None, tag)
+        return self._messages.receive(tensors[0], None, tag)
 
     # ---- life
 
@@ -263,9 +259,10 @@ class ShmGroup(dist.ProcessGroup):
 
     def record(self, on: bool) -> None:
         """Turns recording in the status page on or off, to measure its cost. No collective may be running."""
-        self._work_queue.page, self._work_queue.log = (self._status_log.page, self._log) if on else (None, None)
+        log, queue = self._status_log, self._work_queue
+        queue.page, queue.log = (log.page, log.native) if on else (None, None)
         if isinstance(self._inner, NodeCollectives):
-            self._inner.segment.set_log(self._work_queue.log)
+            self._inner.segment.set_log(queue.log)
 
     def shutdown(self) -> None:
         """Leaves the group when all queued collectives are done."""
@@ -293,11 +290,6 @@ class ShmGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _run_all(run: Callable[..., None], calls: Iterable[tuple[object, ...]]) -> None:
-    for arguments in calls:
-        run(*arguments)
 
 
 _living: weakref.WeakSet[ShmGroup] = weakref.WeakSet()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -85,3 +85,8 @@ class StagedCollectives:
         check_exchange(outputs, inputs, self._size)
         self._inner.all_to_all(outputs, inputs)
         staging.finish()
+
+
+def run_all(run: Callable[..., None], calls: Iterable[tuple[object, ...]]) -> None:
+    for arguments in calls:
+        run(*arguments)

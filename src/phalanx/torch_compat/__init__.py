@@ -1,8 +1,7 @@
-"""torch's internals: what differs between its versions, and every private name and every patch, one file per area.
+"""torch's internals: differences between versions, and every private name and every patch, one file per area of torch.
 
-No other package touches them; `names` has what happens where one is missing. Importing this imports no torch.
-
-`make test-torch VERSION=…` runs the smoke tests with another version than the one in constraints.txt.
+No other package touches them; `names` handles missing ones. Importing this imports no torch. The smoke tests run with
+another version than the one in constraints.txt by `make test-torch VERSION=…`.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 OLDEST = (2, 6)
-"""The oldest version that the smoke tests have been run with; pyproject.toml says the same."""
+"""The oldest version that the smoke tests were run with, as in pyproject.toml."""
 SHOWN = ("2.6.0", "2.8.0", "2.10.0", "2.13.0", "2.15.0")
-"""The versions that the smoke tests have been run with."""
+"""The versions that the smoke tests were run with."""
 OLDEST_FOR_SHM = (2, 8)
-"""Before it, the options of a collective do not say whether it is asynchronous."""
+"""In older versions the options of a collective do not have asyncOp."""
 FLIGHT_RECORDER_IS_ON = (2, 13)
-"""Without a variable that turns it on. 2.10 has it off; between the two nobody has looked."""
+"""The version that has it on by default. It is off in 2.10; the versions between were not tested."""
 COMPILER = "torch._dynamo"
-"""What DDP, the optimizers and torch.compile import, and takes longest of all."""
+"""The module that DDP, the optimizers and torch.compile import, and that takes longest."""
 _GLOO_HAS_LOG_LEVELS = (2, 13)
 _LIBUV_TAKES_OPEN_SOCKETS = (2, 8)
 
@@ -33,7 +32,7 @@ def as_text(version: tuple[int, int]) -> str:
 
 
 def release() -> tuple[int, int]:
-    """The version of the installed torch, as (2, 13)."""
+    """Returns the version of the installed torch, as (2, 13)."""
     import torch
 
     major, minor = torch.__version__.split(".")[:2]
@@ -41,7 +40,7 @@ def release() -> tuple[int, int]:
 
 
 def why_no_shm() -> str | None:
-    """Why there is no backend shm with this torch, on this system; None when there can be one."""
+    """Returns why there is no backend shm with this torch on this system; None when there can be one."""
     if sys.platform != "linux":
         return "it needs Linux"
     if release() >= OLDEST_FOR_SHM:
@@ -52,22 +51,22 @@ def why_no_shm() -> str | None:
 
 
 def server_options() -> dict[str, bool]:
-    """For a TCPStore that serves on an open socket: its libuv server cannot take one in older versions."""
+    """Returns options for a TCPStore on an open socket, which the libuv server of older versions cannot use."""
     return {} if release() >= _LIBUV_TAKES_OPEN_SOCKETS else {"use_libuv": False}
 
 
 def factor_of(op: Any) -> float:
-    """The factor of a ReduceOp that is PREMUL_SUM. ``factor`` is an attribute since torch 2.11."""
+    """Returns the factor of a PREMUL_SUM. ``factor`` is an attribute since torch 2.11."""
     factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
     return float(factor)
 
 
 @contextlib.contextmanager
 def quiet_gloo() -> Iterator[None]:
-    """Around the creation of a gloo group that no script has asked for.
+    """Suppresses gloo's output while a group is created that the script did not ask for.
 
-    In versions without GLOO_LOG_LEVEL gloo writes to std::cout to how many ranks it is connected, so the stream gets
-    its fail bit for that moment. Python's own output is not part of that stream.
+    Versions without GLOO_LOG_LEVEL write the number of connected ranks to std::cout, so the stream gets its fail bit
+    meanwhile. Python's own output does not use that stream.
     """
     try:
         set_state = None if release() >= _GLOO_HAS_LOG_LEVELS else _state_setter_of_cout()
@@ -87,7 +86,7 @@ def _state_setter_of_cout() -> Callable[[int], None]:
     library = ctypes.CDLL("libstdc++.so.6")
     clear = library._ZNSt9basic_iosIcSt11char_traitsIcEE5clearESt12_Ios_Iostate  # std::ios::clear
     cout = ctypes.addressof(ctypes.c_void_p.in_dll(library, "_ZSt4cout"))
-    # std::ios is a virtual base of std::ostream: its place stands three words before the table of virtual functions.
+    # std::ios is a virtual base of std::ostream: its offset is three words before the table of virtual functions.
     table = ctypes.c_ssize_t.from_address(cout).value
     base = cout + ctypes.c_ssize_t.from_address(table - 3 * ctypes.sizeof(ctypes.c_void_p)).value
     return functools.partial(clear, ctypes.c_void_p(base))

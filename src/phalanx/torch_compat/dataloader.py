@@ -1,4 +1,4 @@
-"""torch.utils.data.DataLoader: the phase data, and workers of a loader that were killed."""
+"""torch.utils.data.DataLoader: the phase data, and killed workers of a loader."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKERS = Name(
 )
 SIGNAL_HANDLER = Name(
     "torch.utils.data._utils.signal_handling",
-    "The handler that raises when a worker was killed: it is taken away once a script has failed.",
+    "The handler that raises when a worker was killed: it is removed once a script has failed.",
     "A worker that dies while a failure is reported may hide the script's own line.",
 )
 WORKER = Name(
@@ -35,15 +35,15 @@ WORKER_FILE = WORKER.path.replace(".", "/") + ".py"
 _HANDLER_FILE = SIGNAL_HANDLER.path.replace(".", "/") + ".py"
 
 
-def workers_of(iterator: Any) -> list[Any]:
+def workers_of(iterator: object) -> list[Any]:
     return WORKERS.needed_of(iterator, [])
 
 
-def is_handler_of_loaders(handler: Any) -> bool:
-    """Whether a signal handler is the one by which torch tells of killed workers."""
+def is_handler_of_loaders(handler: object) -> bool:
+    """Returns whether a signal handler is torch's for killed workers."""
     return getattr(handler, "__module__", None) == SIGNAL_HANDLER.path and SIGNAL_HANDLER.get() is not None
 
 
 def is_in_handler(file: str) -> bool:
-    """Whether a line of a traceback is of that handler."""
+    """Returns whether a file in a traceback is that handler's."""
     return file.endswith(_HANDLER_FILE)

@@ -1,17 +1,17 @@
-"""torch.compile: what it passes over, what it wraps, and its logs."""
+"""torch.compile: functions that it skips, models that it wraps, and its logs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from phalanx.torch_compat import COMPILER, OLDEST_FOR_SHM
 from phalanx.torch_compat.names import Name
 
 EVAL_FRAME = Name(
     "torch._C._dynamo:eval_frame",
-    "torch.compile passes over shm's Python; torch.compiler.disable would import all of the compiler for it.",
+    "torch.compile skips shm's Python; torch.compiler.disable would import all of the compiler for it.",
     "torch.compile traces into shm's Python, and breaks its graph there.",
     since=OLDEST_FOR_SHM,
 )
@@ -26,12 +26,12 @@ FRAME_STRATEGY = Name(
 )
 PRELOADED = Name(
     COMPILER,
-    "Imported once for all ranks of a node, when a script will need it.",
+    "Imported once for all ranks of a node, when a script needs it.",
     "Each rank imports it by itself, which takes seconds.",
 )
 DISABLE = Name(
     "torch:_disable_dynamo",
-    "torch.compile passes over the forward that px.data_parallel puts around DDP's.",
+    "torch.compile skips the forward that px.data_parallel puts around DDP's.",
     "A compiled model has one more break in its graph.",
 )
 COMPILED = Name(
@@ -44,30 +44,30 @@ INIT_LOGS = Name(
     "TORCH_LOGS that a script sets before its import of torch is applied in a forked worker.",
     "TORCH_LOGS has an effect in a forked worker only when it is set in the shell.",
 )
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
-def pass_over_methods(kind: type) -> None:
-    """torch.compile runs the methods of a class, and all that they call, as plain Python."""
+def skip_methods(kind: type) -> None:
+    """Makes torch.compile run the methods of a class, and all that they call, as plain Python."""
     plain, action, strategy = EVAL_FRAME.get(), FRAME_ACTION.get(), FRAME_STRATEGY.get()
     if plain is None or action is None or strategy is None:
         return
     try:
-        skipped = strategy(action.SKIP, action.SKIP)  # of the function, and of all that it calls
+        skip = strategy(action.SKIP, action.SKIP)  # the function, and all that it calls
         for member in vars(kind).values():
             if isinstance(member, FunctionType):
-                plain.set_code_exec_strategy(member.__code__, skipped)
-    except (AttributeError, TypeError) as error:  # it is called in another way
+                plain.set_code_exec_strategy(member.__code__, skip)
+    except (AttributeError, TypeError) as error:  # its signature has changed
         EVAL_FRAME.turn_off(f"{type(error).__name__}: {error}")
 
 
-def passed_over(function: _F) -> _F:
-    """torch.compile runs this function, but not what it calls, as plain Python."""
+def skipped(function: _F) -> _F:
+    """Makes torch.compile run this function, but not what it calls, as plain Python."""
     disable = DISABLE.get()
     return function if disable is None else disable(function, recursive=False)
 
 
-def inside_of_compiled(model: Any) -> Any:
-    """The model that torch.compile was given; None for any that is not compiled."""
+def inside_of_compiled(model: object) -> object:
+    """Returns the model that torch.compile was given; None if the model is not compiled."""
     is_compiled = type(model).__name__ == "OptimizedModule"
     return COMPILED.needed_of(model) if is_compiled else COMPILED.of(model)

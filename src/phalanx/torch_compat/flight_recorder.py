@@ -1,4 +1,4 @@
-"""torch's flight recorder: the collectives of gloo and nccl, and how far each group has come."""
+"""torch's flight recorder: the collectives of gloo and nccl, and the progress of each group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from phalanx.torch_compat import FLIGHT_RECORDER_IS_ON
 from phalanx.torch_compat.names import Name
@@ -38,17 +38,17 @@ COMPILER = Name(
 
 
 class Dump(NamedTuple):
-    """One recorder: nccl's collectives are in one of their own."""
+    """The functions of one recorder; nccl has its own."""
 
     progress: Callable[[bool, bool], str]
-    """As JSON."""
+    """Returns JSON."""
     trace: Callable[[bool, bool, bool], bytes]
-    """As a pickle."""
+    """Returns a pickle."""
 
 
 @functools.cache
 def dumps() -> list[Dump]:
-    """The recorders of this torch."""
+    """Returns the recorders of this torch."""
     import torch.distributed as dist
 
     pairs = [(PROGRESS, TRACE), *([(NCCL_PROGRESS, NCCL_TRACE)] if dist.is_nccl_available() else [])]
@@ -58,25 +58,25 @@ def dumps() -> list[Dump]:
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """While torch turns addresses into lines.
+    """Keeps torch from importing its compiler while it turns addresses into lines.
 
-    For every frame it asks its compiler whether the code is one that it has written, and for that imports it, which
-    takes seconds and hundreds of modules. As long as nobody has loaded it, it has written nothing.
+    For every frame torch asks its compiler whether it has generated the code. Importing it takes seconds and hundreds
+    of modules; as long as it is not loaded, it has generated none.
     """
     if COMPILER.path in sys.modules or COMPILER.get() is None:
         yield
         return
-    module: dict[str, Any] = vars(sys.modules["torch"])
+    module = vars(sys.modules["torch"])
     module[COMPILER.attribute] = _StandIn()
     try:
         yield
     finally:
-        if isinstance(module.get(COMPILER.attribute), _StandIn):  # somebody may have imported the real one meanwhile
+        if isinstance(module.get(COMPILER.attribute), _StandIn):  # another thread may have imported the real one
             del module[COMPILER.attribute]
 
 
 class _StandIn:
-    """Knows of no code; another thread that wants anything else gets the real one."""
+    """A compiler that has generated no code; all other attributes are those of the real one."""
 
     class codecache:
         class PyCodeCache:
@@ -84,5 +84,5 @@ class _StandIn:
             def stack_frames_for_code(path: str, lineno: int) -> None:
                 return None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(importlib.import_module(COMPILER.path), name)

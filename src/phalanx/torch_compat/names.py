@@ -1,9 +1,8 @@
-"""The names of torch that phalanx reads though they are private, or replaced, whether private or not.
+"""The table of torch's names that phalanx replaces, and of its private names that phalanx reads.
 
-Each is one `Name` in the file of its area of torch. `by_area` is the table of them, and docs/torch-internals.md is made
-of it.
-A name that is not there in another version of torch turns off what depends on it: a line in the rank's event file says
-so, and nothing is raised. Importing this, or any file of this package, imports no torch.
+Each is one `Name` in the file of its area of torch; docs/torch-internals.md is generated from `by_area`. A name that is
+missing in another version of torch turns off the feature that needs it, with a line in the rank's event file; it raises
+nothing. Importing a file of this package imports no torch.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from phalanx.torch_compat import OLDEST, release
 
 EVENT = "feature off"
 _missing: dict[Name, dict[str, str]] = {}
-"""With what is written of each. A forked worker has no torch yet when it begins."""
+"""The missing names, with their events: a forked worker finds them before it has an event file."""
 _events: tuple[Path, int] | None = None
 """The run directory and the rank."""
 
 
 @dataclass(eq=False)
 class Name:
-    """A name of torch: what it is for, and what is lost in a torch that does not have it."""
+    """A name of torch, its purpose, and what is lost in a torch without it."""
 
     path: str
-    """``module:attribute.attribute``, or a module alone, which is then looked for and not imported."""
+    """``module:attribute.attribute``, or a module alone, which is found but not imported."""
     purpose: str
     lost: str
     since: tuple[int, int] | None = OLDEST
-    """The oldest version of torch in which it has been seen. Before it, its absence is no event.
+    """The oldest version of torch in which it was seen; in older ones its absence is no event.
 
-    None: only a torch for GPUs has it, and none was at hand.
+    None: only a torch for GPUs has it, and none was tested.
     """
 
     def __str__(self) -> str:
@@ -51,7 +50,7 @@ class Name:
         return self.path.rpartition(":")[2].rpartition(".")[2]
 
     def get(self) -> Any:
-        """What it stands for; None when this torch does not have it."""
+        """Returns the object with this name; None when this torch does not have it."""
         try:
             found = getattr(*_place(self.path)) if ":" in self.path else importlib.util.find_spec(self.path)
         except (ImportError, AttributeError):
@@ -61,21 +60,21 @@ class Name:
         return found
 
     def if_loaded(self) -> Any:
-        """The same, and None as long as nobody has imported its module."""
+        """Returns the same as `get`, but None as long as its module is not imported."""
         return self.get() if self.path.partition(":")[0] in sys.modules else None
 
-    def of(self, owner: Any, default: Any = None) -> Any:
-        """This attribute of one object; the default for an object without it, which is no event."""
+    def of(self, owner: object, default: object = None) -> Any:
+        """Returns this attribute of an object, or the default, without an event."""
         return getattr(owner, self.attribute, default)
 
-    def needed_of(self, owner: Any, default: Any = None) -> Any:
-        """The same of an object that has it in every version of torch that is known."""
+    def needed_of(self, owner: object, default: object = None) -> Any:
+        """Returns the same of an object that has it in every known version of torch."""
         if not hasattr(owner, self.attribute):
             self.turn_off("there is no such attribute")
         return self.of(owner, default)
 
     def turn_off(self, why: str) -> None:
-        """Notes once in a process that what depends on it is off."""
+        """Writes an event, once per process, that its feature is off."""
         if self not in _missing and release() >= (self.since or OLDEST):
             torch = sys.modules["torch"].__version__
             _missing[self] = {"lost": self.lost, "name": str(self), "why": why, "torch": torch}
@@ -84,13 +83,13 @@ class Name:
 
 @dataclass(eq=False)
 class Replaced(Name):
-    """A name that is replaced, by what a feature makes of it."""
+    """A name that a feature replaces."""
 
     also: tuple[str, ...] = ()
-    """Other modules that have the same object under the same name; a replacement goes there too."""
+    """Other modules with the same object under the same name; it is replaced there too."""
 
-    def wrap(self, make: Callable[[Any], Any]) -> Patch | None:
-        """Puts ``make(what it stands for)`` in its place; None when that cannot be done."""
+    def wrap(self, make: Callable[[Any], object]) -> Patch | None:
+        """Replaces the object by ``make(object)``. Returns None when that is not possible."""
         plain = self.get()
         if plain is None:
             return None
@@ -98,16 +97,16 @@ class Replaced(Name):
             paths = (self.path, *(f"{module}:{self.attribute}" for module in self.also))
             patch = Patch(tuple(map(_place, paths)), plain, make(plain))
             patch.set(patch.wrapped)
-        except Exception as error:  # noqa: BLE001 (whatever has changed in torch must not end a run)
+        except Exception as error:  # noqa: BLE001 (a change in torch must not end a run)
             self.turn_off(f"{type(error).__name__}: {error}")
             return None
         return patch
 
 
 def by_area() -> dict[str, list[Name]]:
-    """The table: all names, by the file that they are in."""
+    """Returns all names, by the file that they are in."""
     found: dict[str, list[Name]] = {}
-    seen: set[Name] = set()  # a file may use those of another
+    seen: set[Name] = set()  # a file may import names of another
     for module in pkgutil.iter_modules(sys.modules[str(__package__)].__path__):
         there = vars(importlib.import_module(f"{__package__}.{module.name}")).values()
         names = [each for each in there if isinstance(each, Name) and each not in seen]
@@ -117,8 +116,8 @@ def by_area() -> dict[str, list[Name]]:
     return found
 
 
-def _place(path: str) -> tuple[Any, str]:
-    """Where it stands, and under which name there."""
+def _place(path: str) -> tuple[object, str]:
+    """Returns the owner of a name, and the attribute in it."""
     module, _, names = path.partition(":")
     *owners, attribute = names.split(".")
     return functools.reduce(getattr, owners, importlib.import_module(module)), attribute
@@ -128,16 +127,16 @@ def _place(path: str) -> tuple[Any, str]:
 class Patch:
     """A replacement that is in place."""
 
-    places: tuple[tuple[Any, str], ...]
-    plain: Any
-    wrapped: Any
+    places: tuple[tuple[object, str], ...]
+    plain: object
+    wrapped: object
 
-    def set(self, value: Any) -> None:
+    def set(self, value: object) -> None:
         for owner, attribute in self.places:
             setattr(owner, attribute, value)
 
     def undo(self) -> bool:
-        """Restores torch's own; False when something else has replaced ours since, which stays in use then."""
+        """Restores torch's own object. Returns False, and leaves ours in use, if a later patch is above it."""
         if any(getattr(*place) is not self.wrapped for place in self.places):
             return False
         self.set(self.plain)
@@ -145,7 +144,7 @@ class Patch:
 
 
 def report_to(run_directory: Path, rank: int) -> None:
-    """This process is a rank with an event file: it gets what was missing before, and what will be."""
+    """Gives this rank an event file: for the names found missing before, and later."""
     global _events
     _events = run_directory, rank
     _write(list(_missing))
@@ -154,9 +153,9 @@ def report_to(run_directory: Path, rank: int) -> None:
 def _write(names: list[Name]) -> None:
     if _events is None or not names:
         return
-    from phalanx.events import EventLog, rank_events_path  # a rank imports it only when there is something to write
+    from phalanx.events import EventLog, rank_events_path  # imported only when there is something to write
 
-    with contextlib.suppress(OSError, PhalanxError):  # no place for it in the run directory
+    with contextlib.suppress(OSError, PhalanxError):  # the run directory has no space for it
         log = EventLog(rank_events_path(*_events))
         for name in names:
             log.write(EVENT, **_missing[name])

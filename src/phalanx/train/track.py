@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx import argparser
 from phalanx import world as worlds
-from phalanx.comm import clock
+from phalanx.comm.order import seconds_in_collectives
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
 from phalanx.status import layout, own_page
@@ -121,7 +121,7 @@ class _Reporter:
         now = time.perf_counter()
         self._started = self._requested = now
         self._show_at = self._report_at = now + _LIVE_EVERY
-        self._communication_before = clock.seconds()
+        self._communication_before = seconds_in_collectives()
 
     def timed(self, loader: Iterable[_T]) -> Iterator[_T]:
         """Yields the loader's batches; the time to get one counts as waiting for data."""
@@ -166,7 +166,7 @@ class _Reporter:
         now = time.perf_counter()
         progress = self._progress
         progress.seconds = now - self._started
-        before, after = self._communication_before, clock.seconds()
+        before, after = self._communication_before, seconds_in_collectives()
         progress.communication = after - before if before is not None and after is not None else None
         progress.logged = take_logged() or progress.logged
         self._report_at = now + _REPORT_EVERY

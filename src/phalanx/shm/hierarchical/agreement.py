@@ -57,7 +57,8 @@ class Agreement:
         address: str,
         gloo: Gloo,
     ) -> None:
-        self.nodes, self.names, self._gloo = nodes, names, gloo
+        """``gloo`` is a group of all ranks."""
+        self.nodes, self.names, self.gloo = nodes, names, gloo
         seconds = timeout.total_seconds()
         names.number = 0
         names.hosts = tuple(claim.host for claim in claims)
@@ -211,7 +212,7 @@ class Agreement:
         if self._links is not None:
             self._links.close()
         if self._broken is not None:
-            for gloo in (self._gloo, self.gloo_group.gloo if self.gloo_group is not None else None):
+            for gloo in (self.gloo, self.gloo_group.gloo if self.gloo_group is not None else None):
                 abandon(gloo)
         self.gloo_group = None
         self._segment.close()

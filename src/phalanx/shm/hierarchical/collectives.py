@@ -9,7 +9,6 @@ rare, go from rank to rank by gloo.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,9 +22,7 @@ from phalanx.shm.hierarchical.agreement import Agreement
 from phalanx.shm.hierarchical.gloo_groups import NEVER
 from phalanx.shm.hierarchical.pipeline import Pipeline
 from phalanx.shm.hierarchical.reduction_plan import Reduction
-from phalanx.shm.hierarchical.topology import Topology
 from phalanx.shm.node import failures
-from phalanx.shm.node.failures import Names
 from phalanx.shm.node.tensors import (
     Blocks,
     Operator,
@@ -39,8 +36,6 @@ from phalanx.shm.node.tensors import (
     typed,
     write,
 )
-from phalanx.store.join import Claim
-from phalanx.torch_compat.c10d import Gloo
 
 _PART_BYTES = 1 << 20
 """Bytes that gloo moves between two ranks at a time: it does not report progress, and a timeout counts while nothing
@@ -50,20 +45,9 @@ moves."""
 class HierarchicalCollectives:
     """The collectives of one group. Its caller runs one at a time."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        nodes: Topology,
-        claims: Sequence[Claim],
-        timeout: timedelta,
-        names: Names,
-        address: str,
-        gloo: Gloo,
-    ) -> None:
-        """``gloo`` is a group of all ranks."""
-        self._nodes, self._names, self._gloo = nodes, names, gloo
-        self._rank, self._size = nodes.rank, len(claims)
-        self._agreement = agreement = Agreement(store, nodes, claims, timeout, names, address, gloo)
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement, self._nodes, self._gloo = agreement, agreement.nodes, agreement.gloo
+        self._rank, self._size = self._nodes.rank, len(self._nodes.order)
         self._local, self._large = agreement.local, Pipeline(agreement)
         self.prepared: dict[tuple[torch.dtype, int], Callable[[Tensor], None]] = {}
         """Always empty: the network takes much longer than making a call."""
@@ -222,7 +206,7 @@ class HierarchicalCollectives:
             for receiver in range(self._size):
                 sent, expected = tables[sender][receiver], tables[receiver][self._size + sender]
                 if sent != expected:
-                    raise failures.splits(self._names, sender, receiver, sent, expected)
+                    raise failures.splits(self._agreement.names, sender, receiver, sent, expected)
         return max(map(max, tables.values()))
 
     def _wait(self, work: dist.Work) -> None:

@@ -22,6 +22,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         super().__init__()
         self.page = own_page.current()
+        self.native: library.Log | None = None
         self._group = self.page.group(name, ranks) if self.page is not None else layout.NO_GROUP
 
     def __missing__(self, key: tuple[int, torch.dtype | None]) -> int:
@@ -31,7 +32,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
         return kind
 
     def native_log(self) -> library.Log | None:
-        """Returns the record by which the C library writes to the page while a collective runs."""
+        """Makes the record by which the C library writes to the page while a collective runs."""
         if self.page is None:
             return None
         memory = ctypes.addressof(ctypes.c_char.from_buffer(self.page.memory))
@@ -39,7 +40,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
         def at(word: int) -> int:
             return memory + word * layout.WORD
 
-        return library.Log(
+        self.native = library.Log(
             no_peer=layout.NO_PEER,
             entries=layout.RING_ENTRIES,
             ring=at(layout.RING),
@@ -49,6 +50,7 @@ class StatusLog(dict[tuple[int, torch.dtype | None], int]):
             blocked_since=at(layout.BLOCKED_SINCE),
             thread=self.page.thread,
         )
+        return self.native
 
     def waiting(self, op: int, tensor: Tensor, peer: int | None) -> AbstractContextManager[None]:
         """Shows in the page that this rank waits for a message."""
