@@ -101,7 +101,7 @@ def look(watch: StallDetector, ranks: Ranks, seconds: float) -> list[StallVerdic
 def test_a_verdict_is_said_once_and_again_when_the_picture_changes(ranks: Ranks) -> None:
     watch = ranks.watch(StallExchange(Exchange()))
     (first,) = look(watch, ranks, LONG)
-    assert first.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32), tests/unit/test_stall_watch.py:")
+    assert first.lines[1].startswith("  rank 0 waits in all_reduce #1 (10 float32), tests/unit/test_stall_watchdog.py:")
     assert first.lines[2] == "  rank 1 is missing: it sleeps"
     assert first.lines[-1] == "  all stacks: runs/x/stall-1.txt; still waiting (--on-stall kill ends the run)"
     assert first.verdict is not None

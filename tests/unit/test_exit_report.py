@@ -95,7 +95,7 @@ def test_threads_that_die_are_told_a_limited_number_of_times(
         "ValueError",
     ]
     assert {death["name"] for death in told} == {"producer"}
-    assert all(re.fullmatch(r".*test_hindsight.py:\d+", death["place"]) for death in told)
+    assert all(re.fullmatch(r".*test_exit_report.py:\d+", death["place"]) for death in told)
     assert capsys.readouterr().out.count("printed as ever") == 5
 
 
