@@ -1,4 +1,4 @@
-/* The entry to a collective: nobody leaves before all have entered, and all have entered the same. */
+/* The entry to a collective: no rank leaves before all ranks have entered, with equal signatures. */
 #include "internal.h"
 
 #include <string.h>
@@ -29,12 +29,12 @@ void enter(phx_group *g)
 
 static bool equal(const phx_signature *a, const phx_signature *b)
 {
-    /* Bytes, not numbers: a factor that is not a number equals itself. There is no padding in it. */
+    /* Compared as bytes: a NaN factor equals itself. The struct has no padding. */
     return memcmp(a, b, sizeof *a) == 0;
 }
 
-/* all_to_all: what any rank sends must be what is expected from it. Everybody looks at all pairs, so that a mismatch
- * between two is an error on all. */
+/* all_to_all: each rank must send what the receiver expects. Every rank checks all pairs, so a mismatch of two is an
+ * error on all. */
 static int check_splits(phx_group *g)
 {
     for (int from = 0; from < g->ranks; from++)

@@ -1,6 +1,6 @@
-/* What phx_open and phx_run are given, checked before anything is done with it.
+/* Checks the arguments of phx_open and phx_run before they are used.
  *
- * It cannot be told from a pointer whether there is memory behind it: that remains the caller's to see to. */
+ * A pointer does not show whether it has memory behind it: that is up to the caller. */
 #include "internal.h"
 
 static const uint32_t WIDTHS[PHX_DTYPES] = {
@@ -25,7 +25,7 @@ int check_segment(const phx_header *header, uint64_t bytes, int rank, int ranks)
     return fits ? PHX_OK : PHX_BAD_SIZE;
 }
 
-/* Whether the blocks of all ranks together, each of so many elements, can be addressed. */
+/* Returns whether the blocks of all ranks together can be addressed. */
 static bool is_addressable(const phx_group *g, uint64_t count, uint32_t width)
 {
     uint64_t bytes;
@@ -41,13 +41,13 @@ static bool are_addressable(const phx_group *g, const phx_call *call)
     return so;
 }
 
-/* Whether every pointer is there that this rank's part of a collective goes by. */
+/* Returns whether this rank has given every pointer that its part of the collective needs. */
 static bool has_memory(const phx_group *g, const phx_call *call, const struct shape *shape)
 {
     bool root = g->rank == call->root, reads = !shape->from_root || root;
     bool writes = call->op == PHX_BROADCAST ? !root : !shape->to_root || root;
     if ((call->sends && !call->ins) || (call->receives && !call->outs))
-        return false; /* where uneven blocks begin is not known otherwise */
+        return false; /* uneven blocks need a pointer each */
     for (int p = 0; p < g->ranks; p++) {
         bool lacks_in = !(shape->in_each && call->ins ? call->ins[p] : call->in) && sent_bytes(call, p);
         bool lacks_out = !(shape->out_each && call->outs ? call->outs[p] : call->out) && received_bytes(call, p);

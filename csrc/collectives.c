@@ -1,8 +1,7 @@
 /* The stages of each collective: what a rank copies and reduces in one round. rounds.c calls them in order. */
 #include "internal.h"
 
-/* Up to this size an all_reduce is done by every rank for itself: one synchronisation less is worth more than the
- * reading that is saved by sharing the work. */
+/* Up to this size every rank reduces everything: one synchronisation less saves more time than sharing the work. */
 enum { DIRECT_BYTES = 16 * 1024 };
 
 typedef struct {
@@ -12,14 +11,14 @@ typedef struct {
 
 /* ---- geometry */
 
-/* What of a block belongs to round `k`. */
+/* The part of a block that round `k` moves. */
 static span part(const phx_group *g, uint64_t bytes, uint64_t k)
 {
     uint64_t start = smaller(k * g->now.piece, bytes);
     return (span){start, smaller(g->now.piece, bytes - start)};
 }
 
-/* What of a round's part is reduced by rank `p`. Whole lines, so no two ranks write to one and no element is cut. */
+/* The share of a round's part that rank `p` reduces: whole cache lines, so no two ranks write to one. */
 static span share(const phx_group *g, uint64_t bytes, int p)
 {
     uint64_t each = round_up((bytes + (uint64_t)g->ranks - 1) / (uint64_t)g->ranks);
@@ -39,7 +38,7 @@ static char *out_block(const phx_call *call, int p)
 
 static char *slot_now(const phx_group *g, int rank, uint64_t k) { return slot_of(g, rank, g->round + k); }
 
-/* The others in an order that starts behind the own rank, so that not all read from the same one at once. */
+/* The other ranks, beginning after this one, so that not all read from the same rank at once. */
 static int nth_other(const phx_group *g, int i) { return (g->rank + i) % g->ranks; }
 
 static void deliver(const phx_group *g, char *to, const char *from, uint64_t bytes)
@@ -52,7 +51,7 @@ static void deliver(const phx_group *g, char *to, const char *from, uint64_t byt
         copy_bytes(to, from, bytes);
 }
 
-/* ---- all_reduce, small: everybody reduces everything */
+/* ---- all_reduce, small: every rank reduces everything */
 
 static void put_whole(phx_group *g, uint64_t k)
 {
@@ -69,7 +68,7 @@ static void take_reducing_all(phx_group *g, uint64_t k)
     reduce_blocks(call, call->out, NULL, sources, g->ranks, block_bytes(call));
 }
 
-/* ---- all_reduce and reduce: everybody reduces a share, and the shares are collected */
+/* ---- all_reduce and reduce: every rank reduces a share, and the shares are collected */
 
 static void put_shares(phx_group *g, uint64_t k)
 {

@@ -22,7 +22,7 @@ static int usable_cores(void)
     return sched_getaffinity(0, sizeof set, &set) ? 1 : CPU_COUNT(&set);
 }
 
-/* A wait would take one that is not for a process that has ended. */
+/* A wait would take a descriptor that is no pidfd for a process that has ended. */
 static bool are_open(struct pollfd *fds, int count)
 {
     bool open = poll(fds, (nfds_t)count, 0) >= 0;
@@ -83,7 +83,7 @@ int phx_open(void *segment, uint64_t bytes, int rank, int ranks, const int *pidf
 void phx_close(phx_group *g)
 {
     atomic_store_explicit(&g->seats[g->rank].left, 1, memory_order_release);
-    raise_counter(g, COUNTER(done), g->round); /* as it was; but whoever sleeps looks up and sees that we have left */
+    raise_counter(g, COUNTER(done), g->round); /* unchanged, but it wakes the sleepers, which see that this rank has left */
     free(g);
 }
 

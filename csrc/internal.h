@@ -1,4 +1,4 @@
-/* What the files of the library share with each other and with nobody else. */
+/* Declarations that the files of the library share; they are not part of the interface. */
 #ifndef PHALANX_SHM_INTERNAL_H
 #define PHALANX_SHM_INTERNAL_H
 
@@ -40,7 +40,7 @@ struct phx_group {
     int rank;
     int ranks;
     bool crowded;   /* more ranks than cores */
-    int times_away; /* how many yields in a row let somebody else run */
+    int times_away; /* yields in a row that let another process run */
     phx_header *header;
     phx_seat *seats;
     uint64_t *counts;
@@ -95,16 +95,16 @@ uint64_t now_ns(void);
 typedef size_t counter_offset;
 #define COUNTER(field) offsetof(phx_seat, field)
 
-/* Raises a counter of the own seat and wakes who sleeps for it. */
+/* Raises a counter of the own seat and wakes the ranks that sleep for it. */
 void raise_counter(phx_group *g, counter_offset counter, uint64_t value);
 
-/* Until the counter of every other rank has reached `value`. PHX_OK, or why not. */
+/* Waits until the counter of every other rank has reached `value`. Returns PHX_OK, or why not. */
 int wait_for_all(phx_group *g, counter_offset counter, uint64_t value);
 
-/* Until that of one rank has. */
+/* Waits until the counter of one rank has. */
 int wait_for_one(phx_group *g, int rank, counter_offset counter, uint64_t value);
 
-/* Whether any rank has failed the group; takes over what it published. */
+/* Returns whether any rank has failed the group, and copies its failure. */
 bool group_has_failed(phx_group *g);
 
 /* Fails the group, unless it has failed already; returns PHX_FAILED. */
@@ -142,7 +142,7 @@ int check_call(const phx_group *g, const phx_call *call);
 
 extern const struct shape SHAPES[PHX_OPS];
 
-/* The one of SHAPES, or one that is quicker for what is small. */
+/* Returns the entry of SHAPES, or a faster one for a small collective. */
 const struct shape *shape_of(const phx_group *g, const phx_call *call);
 
 /* ---- rounds.c */

@@ -213,7 +213,7 @@ AVERAGE(u64, uint64_t, widest, widest)
         [PHX_MIN] = LEVEL(min_##SIGN##BITS), [PHX_MAX] = LEVEL(max_##SIGN##BITS), [PHX_BAND] = LEVEL(band_##BITS),     \
         [PHX_BOR] = LEVEL(bor_##BITS), [PHX_BXOR] = LEVEL(bxor_##BITS)                                                 \
     }
-/* Of truth values a sum is "any" and a product is "all"; a byte of 2 would be no truth value. */
+/* For bool a sum is "any" and a product is "all": a byte of 2 would be no bool. */
 #define BOOL_ROW                                                                                                       \
     {                                                                                                                  \
         [PHX_SUM] = LEVEL(bor_8), [PHX_PRODUCT] = LEVEL(band_8), [PHX_MIN] = LEVEL(band_8), [PHX_MAX] = LEVEL(bor_8),  \

@@ -1,12 +1,13 @@
-/* The layout of everything that another process or Python takes by its offsets.
+/* The layout of all structs that another process or Python reads by offsets.
  *
- * Who changes a struct changes these numbers, PHX_VERSION and the mirror: native.py, for phx_note status/layout.py. */
+ * A change of a struct changes these numbers, PHX_VERSION and its mirror: native/library.py, for phx_note
+ * status/layout.py. */
 #include "internal.h"
 
 #define SIZE(type, bytes) _Static_assert(sizeof(type) == (bytes), #type " has another size")
 #define AT(type, field, offset) _Static_assert(offsetof(type, field) == (offset), #type "." #field " has moved")
 
-/* Processes share these without a lock only if the processor has instructions for them. */
+/* Processes can share these without a lock only if the processor has instructions for it. */
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2 && ATOMIC_LLONG_LOCK_FREE == 2, "atomics need a lock");
 _Static_assert(sizeof(void *) == 8, "phalanx_shm is for 64-bit machines");
 SIZE(_Atomic uint32_t, 4);

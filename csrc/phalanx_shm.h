@@ -6,16 +6,15 @@
  *
  * The segment
  *
- *     phx_header          who made it, and the first failure anybody met
+ *     phx_header          the version of its maker, and the first failure of any rank
  *     phx_seat[ranks]     one rank's counters, each in a cache line of its own
  *     counts              2 x 2 x ranks x ranks numbers, for all_to_all with uneven splits
  *     slots               ranks x 2 pieces of slot_bytes; every payload goes through them
  *
- * A seat and a pair of slots are written by their owner alone. Nothing in the segment is a lock: whoever is killed,
- * whenever, holds nothing up.
+ * Only its owner writes to a seat and to a pair of slots. The segment has no lock, so a killed rank blocks nothing.
  *
  *
- * The order of things
+ * The order of a collective
  *
  * A collective is cut into rounds, and a round takes three stages:
  *
@@ -26,12 +25,12 @@
  * Rounds are numbered through the life of the group, over all its collectives; every counter says how many rounds
  * its rank has finished at that stage. Round r lies in slot r % 2.
  *
- *     Reuse    A slot is written for round r only when every rank's `done` is at least r - 1: then nobody reads what
- *              round r - 2 left there.
+ *     Reuse    A slot is written for round r only when every rank's `done` is at least r - 1: then no rank reads the
+ *              data of round r - 2.
  *     Entry    A collective begins with an entry in the seat: its number, and what was called. It is written after the
- *              first put, and nobody leaves a collective before everybody has entered it and all entries are equal.
- *              So an entry may lie in entry[number % 2]: who enters number + 2 knows that all have left number.
- *     Failure  The first failure is written to the header once and stays. The group is of no use after it.
+ *              first put, and no rank leaves a collective before all have entered it with equal entries.
+ *              So two entries are enough, entry[number % 2]: a rank that enters number + 2 knows that all have left number.
+ *     Failure  The first failure is written to the header once and stays. The group cannot be used after it.
  *
  *
  * Memory order
@@ -148,7 +147,7 @@ typedef struct {
 enum phx_result {
     PHX_OK,
     PHX_INTERRUPTED, /* a signal came, or may have come; deal with it, then call phx_resume, or phx_abort */
-    PHX_FAILED,      /* phx_get_failure says why */
+    PHX_FAILED,      /* phx_get_failure returns why */
     /* All others: refused. Nothing was entered or written. */
     PHX_NO_DATA,       /* a pointer of the call is NULL where there are elements */
     PHX_NO_ARGUMENT,   /* an argument is NULL */

@@ -1,4 +1,4 @@
-/* What a rank notes of its collectives while they run, for whoever looks at it from outside. */
+/* Writes the running collective of a rank to its status page, for readers in other processes. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -16,7 +16,7 @@ static phx_note *note_of(const phx_log *log) { return log->ring + log->record % 
 
 void phx_keep_log(phx_group *g, phx_log *log) { g->log = log; }
 
-/* record.h says why each store is a release; on x86 that is one like any other. */
+/* record.h explains why each store is a release; on x86 that is a plain store. */
 #define STORE(field, value) atomic_store_explicit(&note->field, (value), memory_order_release)
 #define LOAD(field) atomic_load_explicit(&note->field, memory_order_relaxed)
 
@@ -55,7 +55,7 @@ void note_start(phx_group *g)
 int note_end(phx_group *g, int result)
 {
     const phx_log *log = g->log;
-    if (!log || result != PHX_OK) /* of a failure the caller knows more */
+    if (!log || result != PHX_OK) /* the caller records a failure, with more details */
         return result;
     double seconds = (double)(now_ns() - g->noted) * 1e-9;
     phx_note *note = note_of(log);

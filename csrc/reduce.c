@@ -32,7 +32,7 @@ typedef int64_t widest;
 #define AND(TYPE, x, y) ((TYPE)((x) & (y)))
 #define OR(TYPE, x, y) ((TYPE)((x) | (y)))
 #define XOR(TYPE, x, y) ((TYPE)((x) ^ (y)))
-/* x != x: not a number, which must not be lost on the way. */
+/* x != x is a NaN, which must not be lost. */
 #define LEAST(TYPE, x, y) ((x) != (x) || (x) < (y) ? (x) : (y))
 #define GREATEST(TYPE, x, y) ((x) != (x) || (x) > (y) ? (x) : (y))
 
@@ -118,7 +118,7 @@ typedef long long vector64 __attribute__((vector_size(64), aligned(1), may_alias
 
 #define LEVEL(name) name##_avx512
 #define LEVEL_NAME "avx512"
-/* Compilers use half of what these registers hold unless they are told; each in its own way. */
+/* Compilers use half of these registers unless an option, which each has its own, tells them not to. */
 #define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c"
 #if defined(__clang__)
 #define TARGET __attribute__((target(AVX512), min_vector_width(512)))
@@ -166,7 +166,7 @@ int phx_use_instructions(const char *name)
             chosen = sets[i];
             return 0;
         } else if (sets[i] == best)
-            break; /* what comes after it, this processor cannot do */
+            break; /* this processor has none of the later ones */
     return -1;
 }
 

@@ -4,7 +4,7 @@
  * doing the step again at which it stopped. */
 #include "internal.h"
 
-/* What a collective moves to one rank is written past the caches from this size on: it would not stay there. */
+/* From this size on the result is written past the caches: it would not fit there. */
 enum { STREAM_BYTES = 8 << 20 };
 
 void begin(phx_group *g, const phx_call *call)
@@ -116,8 +116,8 @@ static int do_step(phx_group *g, uint64_t step)
 int go_on(phx_group *g)
 {
     collective *c = &g->now;
-    /* Every step has a deadline of its own, also when it is resumed: time counts while nothing moves. A rank that is
-     * waited for in a step has all that it needs to get there, so its silence is its own. */
+    /* Every step has its own deadline, also when it is resumed: the timeout counts while nothing moves. A rank that a
+     * step waits for has all that it needs to reach it, so that rank is the late one. */
     for (; !has_ended(c); c->step++, c->deadline = 0) {
         int result = do_step(g, c->step);
         if (result)

@@ -1,8 +1,7 @@
-/* Waiting for other ranks: briefly by spinning, then by giving the core away, then asleep.
+/* Waits for other ranks: spins briefly, then yields the core, then sleeps.
  *
- * More ranks than cores is a normal case, and there whoever spins keeps the awaited rank from running. So a wait
- * spins for some microseconds only. A yield comes back at once when nobody else wants the core, and lets the awaited
- * rank run when it does. */
+ * There may be more ranks than cores, and then a rank that spins keeps the awaited rank from running. So a wait spins
+ * for some microseconds only. A yield returns at once when no other process wants the core, and otherwise lets it run. */
 #define _GNU_SOURCE
 #include "internal.h"
 
@@ -16,9 +15,9 @@
 
 enum { SPINS = 10, TICK_MS = 100 };
 
-/* A yield that takes longer has let somebody else run on this core. If that happens again and again though every rank
- * could have a core of its own, then two of them share one, and the kernel does not part them while both keep running.
- * Who is woken up is given an idle core, so the way out is to sleep. */
+/* A yield that takes longer has let another process run on this core. If that happens repeatedly although every rank could
+ * have its own core, two ranks share one, and the kernel does not separate them while both keep running. A process that
+ * wakes up gets an idle core, so the remedy is to sleep. */
 enum { AWAY_NS = 3000, TIMES_AWAY = 4 };
 
 uint64_t now_ns(void)
@@ -90,7 +89,7 @@ int fail(phx_group *g, phx_failure failure)
         atomic_store_explicit(&g->header->failed, failure.kind, memory_order_release);
         wake_everybody(g);
     }
-    /* Somebody was first; if they died while writing, our own finding is as good. */
+    /* Another rank was first. If it died while writing, this rank's own failure is used. */
     if (!group_has_failed(g))
         g->failure = failure;
     return PHX_FAILED;
@@ -110,8 +109,8 @@ static int time_is_up(phx_group *g, counter_offset counter, uint64_t value)
     return fail(g, failure);
 }
 
-/* A rank that is gone and has not raised the counter never will. Only the one that is waited for matters: another may
- * have done its part and ended. */
+/* A rank that has ended will not raise its counter. Only the awaited rank matters: others may have done their part and
+ * ended. */
 static int look_after(phx_group *g, int rank, counter_offset counter, uint64_t value)
 {
     enum phx_failure_kind kind = PHX_NO_FAILURE;
