@@ -6,7 +6,7 @@ The names below are loaded when they are first used: importing phalanx imports n
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.checkpointer import Checkpointer
@@ -25,29 +25,22 @@ if TYPE_CHECKING:
     from phalanx.world import World, init
 
 _HOMES = {
-    "Checkpointer": "phalanx.checkpoint.checkpointer",
-    "Max": "phalanx.train.metrics",
-    "Mean": "phalanx.train.metrics",
-    "Min": "phalanx.train.metrics",
-    "PhalanxError": "phalanx.errors",
-    "ShardSampler": "phalanx.data.sampler",
-    "State": "phalanx.checkpoint.state",
-    "Sum": "phalanx.train.metrics",
-    "World": "phalanx.world",
-    "accumulate": "phalanx.train.accumulate",
-    "autocast": "phalanx.train.precision",
-    "barrier": "phalanx.comm.order",
-    "compute_metrics": "phalanx.train.metrics",
-    "data_parallel": "phalanx.parallel.wrap",
-    "init": "phalanx.world",
-    "log": "phalanx.train.progress",
-    "main_only": "phalanx.comm.order",
-    "print": "phalanx.comm.order",
-    "rank_zero_first": "phalanx.comm.order",
-    "shard": "phalanx.data.iterable",
-    "spawn": "phalanx.launch.spawn",
-    "track": "phalanx.train.track",
+    "checkpoint.checkpointer": ("Checkpointer",),
+    "checkpoint.state": ("State",),
+    "comm.order": ("barrier", "main_only", "print", "rank_zero_first"),
+    "data.iterable": ("shard",),
+    "data.sampler": ("ShardSampler",),
+    "errors": ("PhalanxError",),
+    "launch.spawn": ("spawn",),
+    "parallel.wrap": ("data_parallel",),
+    "train.accumulate": ("accumulate",),
+    "train.metrics": ("Max", "Mean", "Min", "Sum", "compute_metrics"),
+    "train.precision": ("autocast",),
+    "train.progress": ("log",),
+    "train.track": ("track",),
+    "world": ("World", "init"),
 }
+"""The module of each name."""
 
 __all__ = [
     "Checkpointer",
@@ -75,12 +68,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+def __getattr__(name: str) -> object:
+    for module, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(f"phalanx.{module}"), name)
+            return value
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

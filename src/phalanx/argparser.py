@@ -1,4 +1,4 @@
-"""Wrong arguments, of commands and of functions, said in one sentence that names them."""
+"""Checks of the arguments of commands and functions; a wrong one is an error of one sentence that names it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import operator
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.errors import UsageError
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def whole_number(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
-    """``value`` as an int; numpy's and torch's whole numbers are taken too."""
+def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Returns ``value`` as an int; numpy's and torch's whole numbers are taken too."""
     try:
-        number = operator.index(value)
+        number = operator.index(value)  # pyright: ignore[reportArgumentType]
     except TypeError:
         raise UsageError(f"{name} is {shown(value)}; give a whole number.") from None
     if (least is not None and number < least) or (most is not None and number > most):
@@ -27,7 +27,7 @@ def whole_number(name: str, value: Any, least: int | None = None, most: int | No
 
 
 def seconds(name: str, value: float | timedelta | None) -> float | None:
-    """A time to wait, more than 0; None stays None."""
+    """Returns a time to wait in seconds, more than 0; None stays None."""
     if value is None:
         return None
     given = value.total_seconds() if isinstance(value, timedelta) else value
@@ -36,8 +36,8 @@ def seconds(name: str, value: float | timedelta | None) -> float | None:
     return float(given)
 
 
-def device(value: Any) -> torch.device:
-    """Also what `torch.device` itself takes."""
+def device(value: str | int | torch.device) -> torch.device:
+    """Returns the device; everything that `torch.device` takes is taken."""
     import torch
 
     try:
@@ -46,8 +46,8 @@ def device(value: Any) -> torch.device:
         raise UsageError(f"device {shown(value)} is unknown to torch; give cpu, cuda or cuda:N.") from None
 
 
-def shown(value: Any) -> str:
-    """A value in an error, however it looks."""
+def shown(value: object) -> str:
+    """A value for an error message: its repr, or only its type if that is long or fails."""
     try:
         text = repr(value)
     except Exception:  # noqa: BLE001 (whatever its __repr__ does, the error is about something else)
@@ -56,12 +56,12 @@ def shown(value: Any) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """One sentence about the mistake, a guess at the flag that was meant, and where the flags are listed."""
+    """A parser whose errors are one sentence, a guess at the flag that was meant, and where the flags are listed."""
 
     habits: Mapping[str, str] = {}
-    """What other programs call some of the flags, and what they are called here."""
+    """Names of flags in other programs, and their names here."""
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         # Python 3.11 would make an empty list of `--flag=--`.
         if action.option_strings and action.nargs is None and arg_strings == ["--"]:
             self.error(f"argument {'/'.join(action.option_strings)}: expected one argument")
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}. {self._meant(message)}`{self.prog} --help` lists the flags.")
 
     def _meant(self, message: str) -> str:
-        """A guess at the flag that somebody had in mind."""
+        """A guess at the flag that was meant."""
         problem, _, unknown = message.partition(": ")
         if problem != "unrecognized arguments" or not unknown:
             return ""

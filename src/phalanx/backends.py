@@ -2,10 +2,10 @@
 
 Under ``phalanx run`` a script on CPUs that asks for gloo, or for nothing, gets shm, which is many times as fast
 between the processes of one machine, and between machines sends less. ``--backend as-written`` leaves the script's own
-choice. Over several nodes all ranks vote on it: on each node something else may be missing.
+choice. Over several nodes all ranks vote, since something may be missing on one of them.
 
-torch calls such a group by the name that the script gave it, since programs branch on that name: whatever they ask
-torch, they are told what they would be told of gloo. `name_of` has the real one.
+torch keeps the name that the script gave to such a group, since programs branch on that name: torch answers as for
+gloo. `name_of` returns the real one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env, torch_compat
@@ -26,19 +26,20 @@ from phalanx.torch_compat import c10d
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 _TIMEOUT = 1800.0
-"""Seconds that torch waits for all ranks, unless it is told otherwise."""
+"""Seconds that torch waits for all ranks by default."""
 _KEEP = "(--backend as-written keeps gloo)"
 _installed = False
 
 
 def choose(asked: str | None, world_size: int | None = None, timeout: float = _TIMEOUT) -> str | None:
-    """The backend instead of ``asked``; ``asked`` itself, unless PHALANX_BACKEND is auto and shm can do it everywhere.
+    """Returns shm instead of ``asked`` if PHALANX_BACKEND is auto and all ranks can use it; else ``asked``.
 
     Args:
-        world_size: of the group that is to be formed; None: that of the run.
-        timeout: seconds for the ranks of other nodes to say what they can.
+        world_size: the size of the group that is to be formed; None: that of the run.
+        timeout: seconds for the ranks of other nodes to vote.
     """
     choice = env.backend_choice(os.environ)
     if choice is None or not _is_gloo(asked):
@@ -54,42 +55,41 @@ def choose(asked: str | None, world_size: int | None = None, timeout: float = _T
 
 
 def _is_gloo(asked: str | None) -> bool:
-    """Whether torch would take gloo for every device, by any of its spellings."""
+    """Torch would take gloo for every device, by any of its spellings."""
     if asked in (None, "undefined"):
         return True
     return {pair.rpartition(":")[2] for pair in asked.lower().split(",")} == {"gloo"}
 
 
 def _choose_here(asked: str | None, size: int) -> str | None:
-    reason = _why_not_here()
-    if reason is not None:
-        _tell(f"the backend is gloo: {reason}")
+    if (reason := _why_not_here()) is not None:
+        _notice(f"the backend is gloo: {reason}")
         return asked
     where = f"all {size} ranks are on this machine" if size > 1 else "there is one rank"
-    _tell(f"the backend is shm, not gloo: {where} {_KEEP}")
+    _notice(f"the backend is shm, not gloo: {where} {_KEEP}")
     return "shm"
 
 
 def _choose_together(asked: str | None, wants_shm: bool, timeout: float) -> str | None:
-    """The same backend on all nodes. Who keeps gloo, by a flag or for a GPU, votes too: the others wait for it."""
+    """Chooses the same backend on all nodes. Ranks that keep gloo vote too: the others wait for them."""
     reason = _objection(_why_not_here() if wants_shm else "it keeps gloo, by --backend or for its GPU", timeout)
     if reason is None:
         nodes = env.integer(os.environ, "GROUP_WORLD_SIZE")
-        _tell(f"the backend is shm, not gloo: shared memory within each of {nodes} nodes, gloo between them {_KEEP}")
+        _notice(f"the backend is shm, not gloo: shared memory within each of {nodes} nodes, gloo between them {_KEEP}")
         return "shm"
     if wants_shm:
-        _tell(f"the backend is gloo on all nodes: {reason}")
+        _notice(f"the backend is gloo on all nodes: {reason}")
     return asked
 
 
 @functools.cache
 def _objection(against: str | None, timeout: float) -> str | None:
-    """One vote is enough for a process, whatever number of groups it forms one after the other."""
+    """The result of the vote; a process votes once, however many groups it forms."""
     return vote.objection("shm", against, timeout)
 
 
 def settle(asked: str | None, device: torch.device, world_size: int, timeout: float) -> str:
-    """The backend that px.init asks torch for, or an error that says why ``asked`` cannot be had."""
+    """Returns the backend that px.init asks torch for, or raises the reason why ``asked`` cannot be used."""
     import torch.distributed as dist
 
     if env.backend_choice(os.environ) is not None:
@@ -118,9 +118,8 @@ def settle(asked: str | None, device: torch.device, world_size: int, timeout: fl
 
 
 def require_shm() -> None:
-    """An error when shm was asked for by name and cannot be had."""
-    reason = _why_not_here()
-    if reason is not None:
+    """Raises UsageError when shm was asked for by name and cannot be used."""
+    if (reason := _why_not_here()) is not None:
         raise UsageError(f"backend 'shm' cannot be used: {reason}; use gloo.")
 
 
@@ -133,34 +132,34 @@ def _why_not_here() -> str | None:
     return shm.why_not_here()
 
 
-def name_of(group: Any) -> str:
+def name_of(group: dist.ProcessGroup | None) -> str:
     """The backend that moves the data of a group, whatever torch calls it."""
     import torch.distributed as dist
 
     return "shm" if is_shm(group) else dist.get_backend(group)
 
 
-def is_shm(group: Any) -> bool:
-    """Whether a group is one of ours. Before `shm` is loaded none can be."""
+def is_shm(group: object) -> bool:
+    """The group is one of ours. Before `shm` is loaded none can be."""
     shm = sys.modules.get("phalanx.shm")
     return shm is not None and isinstance(group, shm.ShmGroup)
 
 
 def install() -> None:
-    """Makes torch.distributed know shm, and choose as `choose` does wherever it makes a group."""
+    """Registers shm in torch.distributed, and applies `choose` wherever torch makes a group."""
     global _installed
     if torch_compat.why_no_shm() is None:
         importlib.import_module("phalanx.shm")  # registers itself
     if not _installed:
         _installed = True
-        c10d.INIT_PROCESS_GROUP.wrap(_noting)
+        c10d.INIT_PROCESS_GROUP.wrap(_recording)
         if c10d.WORLD.get() is not None:  # it is where a group of shm gets the name that was asked for
             c10d.NEW_GROUP.wrap(_choosing)
 
 
-def _noting(plain: Callable[..., None]) -> Callable[..., None]:
+def _recording(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def init_process_group(backend: str | None = None, *args: object, **kwargs: object) -> None:
         if backend == "shm":
             require_shm()
         with own_page.phase(layout.JOINING), own_page.waiting(layout.INIT_PROCESS_GROUP):
@@ -169,15 +168,15 @@ def _noting(plain: Callable[..., None]) -> Callable[..., None]:
     return init_process_group
 
 
-def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Every group comes from this function of torch: the world, those of new_group, the dimensions of a mesh."""
+def _choosing(plain: Callable[..., tuple[Any, dist.Store]]) -> Callable[..., tuple[Any, dist.Store]]:
+    """Wraps the function of torch that makes every group: the world, new_group, the dimensions of a mesh."""
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import BackendConfig
 
     signature, world, set_default = inspect.signature(plain), c10d.WORLD.get(), c10d.SET_DEFAULT_BACKEND.get()
 
     @functools.wraps(plain)
-    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+    def new_process_group_helper(*args: object, **kwargs: object) -> tuple[Any, dist.Store]:
         call = signature.bind(*args, **kwargs)
         asked = call.arguments["backend"]
         if not _becomes_shm(asked, call.arguments):
@@ -198,8 +197,8 @@ def _choosing(plain: Callable[..., Any]) -> Callable[..., Any]:
     return new_process_group_helper
 
 
-def _becomes_shm(asked: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a group is to be shm instead of ``asked``. ``arguments``: of torch's _new_process_group_helper."""
+def _becomes_shm(asked: str | None, arguments: Mapping[str, Any]) -> bool:
+    """The group is to be shm instead of ``asked``. ``arguments``: of torch's _new_process_group_helper."""
     import torch.distributed as dist
 
     if not _is_gloo(asked) or arguments.get("backend_options") is not None:  # options are made for one backend
@@ -218,7 +217,7 @@ def _has_gpus() -> bool:
     return torch.accelerator.is_available()
 
 
-def _tell(text: str) -> None:
-    """By the first rank alone."""
+def _notice(text: str) -> None:
+    """Prints a line on the first rank alone."""
     if os.environ.get("RANK", "0") == "0":
         notices.give(text)

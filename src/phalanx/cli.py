@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from phalanx import entry_point
@@ -29,75 +29,38 @@ commands:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Entry of the ``phalanx`` command; exits with the run's code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments[0] if arguments else "--help"
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "run": _run,
-        "bench": _bench,
-        "checkpoint": _checkpoint,
-        "doctor": _doctor,
-        "report": _report,
-        "inspect": _inspect,
-        "--version": _version,
-        "--help": _help,
-        "-h": _help,
-    }
-    if command not in commands:
-        entry_point.run(lambda: _unknown(command))
-    entry_point.run(lambda: commands[command](arguments[1:]))
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    entry_point.run(lambda: _dispatch(arguments[0], arguments[1:]))
 
 
-def _run(arguments: list[str]) -> int:
-    require_linux("phalanx run")
-    from phalanx.launch import command
+def _dispatch(command: str, arguments: list[str]) -> int:
+    """Runs one command; each imports what it needs and nothing else."""
+    if command in ("run", "bench", "inspect"):
+        require_linux(f"phalanx {command}")
+    match command:
+        case "run":
+            from phalanx.launch.command import run as main
+        case "bench":
+            from phalanx.bench import main
+        case "checkpoint":
+            from phalanx.checkpoint.command import main
+        case "doctor":
+            from phalanx.diagnose.doctor.command import main
+        case "report":
+            from phalanx.diagnose.report_command import main
+        case "inspect":
+            from phalanx.diagnose import inspect_command
+            from phalanx.watchdog.stall.stack_dump import of_ranks
 
-    return command.run(arguments)
+            return inspect_command.main(arguments, of_ranks)
+        case "--version":
+            from importlib import metadata
 
-
-def _bench(arguments: list[str]) -> int:
-    require_linux("phalanx bench")
-    from phalanx import bench
-
-    return bench.main(arguments)
-
-
-def _checkpoint(arguments: list[str]) -> int:
-    from phalanx.checkpoint import command
-
-    return command.main(arguments)
-
-
-def _doctor(arguments: list[str]) -> int:
-    from phalanx.diagnose.doctor import command
-
-    return command.main(arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    from phalanx.diagnose import report_command
-
-    return report_command.main(arguments)
-
-
-def _inspect(arguments: list[str]) -> int:
-    require_linux("phalanx inspect")
-    from phalanx.diagnose import inspect_command
-    from phalanx.watchdog.stall.stack_dump import of_ranks
-
-    return inspect_command.main(arguments, of_ranks)
-
-
-def _version(_: list[str]) -> int:
-    from importlib import metadata
-
-    print(f"phalanx {metadata.version('phalanx')}")
-    return 0
-
-
-def _unknown(command: str) -> int:
-    raise UsageError(f"there is no command {command!r}; `phalanx --help` lists them.")
-
-
-def _help(_: list[str]) -> int:
-    print(_HELP, end="")
-    return 0
+            print(f"phalanx {metadata.version('phalanx')}")
+            return 0
+        case "--help" | "-h":
+            print(_HELP, end="")
+            return 0
+        case _:
+            raise UsageError(f"there is no command {command!r}; `phalanx --help` lists them.")
+    return main(arguments)

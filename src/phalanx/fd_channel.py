@@ -1,6 +1,6 @@
-"""Messages with open files, between two processes of one machine.
+"""Records with open file descriptors, between two processes of one machine.
 
-A message is a record; the descriptors that travel with it arrive as new descriptors of the receiver.
+The descriptors that are sent with a record arrive as new descriptors of the receiver.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Channel:
         return Channel(socket.socket(fileno=fd))
 
     def limit(self, seconds: float) -> None:
-        """From now on a send that waits longer raises BlockingIOError, and a receive returns None."""
+        """Sets a timeout: a send that waits longer raises BlockingIOError, and a receive returns None."""
         interval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
@@ -62,7 +62,7 @@ class Channel:
     @overload
     def receive(self, shape: UnionType) -> tuple[Any, list[int]] | None: ...
 
-    def receive(self, shape: Any) -> tuple[Any, list[int]] | None:
+    def receive(self, shape: type[object] | UnionType) -> tuple[object, list[int]] | None:
         """The next message, or None when the other side is gone or silent, even in the middle of one.
 
         Raises ForeignData for a message of another shape.
@@ -73,7 +73,7 @@ class Channel:
             while len(header) < _HEADER.size:
                 part, new_fds, _, _ = socket.recv_fds(self._socket, _HEADER.size - len(header), _MOST_DESCRIPTORS)
                 for fd in new_fds:
-                    os.set_inheritable(fd, False)  # recv_fds forgets the flag that asks for this
+                    os.set_inheritable(fd, False)  # recv_fds does not ask the kernel for it
                 fds += new_fds
                 if not part:
                     return None
@@ -97,7 +97,7 @@ class Channel:
         return bytes(parts)
 
     def end(self) -> None:
-        """The other side hears that nothing more comes, and may still say something."""
+        """Ends this side's messages; the other side may still send some."""
         with contextlib.suppress(OSError):  # it is gone
             self._socket.shutdown(socket.SHUT_WR)
 

@@ -1,8 +1,8 @@
 """The codec of everything that crosses a process boundary: typed records, written and read as JSON.
 
-Whoever can reach a store, a socket or a directory can write there. Nothing that is read from them is unpickled or
-evaluated: it becomes a record whose fields have their types and bounds, or the error says what is wrong with it. What
-makes something happen is sealed as well: the seal needs the run's secret, and is checked before anything is decoded.
+Anybody who can reach a store, a socket or a directory can write there. Nothing that is read from them is unpickled or
+evaluated: it becomes a record whose fields have their types and bounds, or ForeignData is raised. Messages that cause
+an action are sealed as well: the seal needs the run's secret, and is checked before anything is decoded.
 
 msgspec resolves the annotations of a record when it first reads one, so their names have to be there at run time.
 Python resolves a plain base class beside Record wrongly: a record has one base.
@@ -30,9 +30,7 @@ asdict = msgspec.structs.asdict
 
 MOST_BYTES = 16 << 20
 """The largest message: more than any environment or report of a rank, and harmless to memory."""
-SEAL_BYTES = 32
-"""The length of a seal at the beginning of a message, in hexadecimal digits."""
-_NO_SEAL = b"-" * SEAL_BYTES
+_NO_SEAL = b"-" * secret.SEAL_CHARACTERS
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """A number of things, or of bytes."""
@@ -54,7 +52,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(Record, frozen=True, tag=True, tag_field="message"):
-    """One of several records that may stand in the same place, told apart by the name of its class.
+    """One of several records that a receiver may get, distinguished by the name of its class.
 
     To read one, decode the union of its family and ``match`` on the type.
     """
@@ -69,7 +67,7 @@ def encode(record: object) -> bytes:
 
 
 def indented(record: object) -> str:
-    """The same for people."""
+    """The record as JSON that people can read."""
     return json.dumps(json.loads(encode(record)), indent=2)
 
 
@@ -79,7 +77,9 @@ def decode(data: bytes | bytearray | str, shape: type[T], source: str, most: int
 def decode(data: bytes | bytearray | str, shape: UnionType, source: str, most: int = ...) -> Any: ...
 
 
-def decode(data: bytes | bytearray | str, shape: Any, source: str, most: int = MOST_BYTES) -> Any:
+def decode(
+    data: bytes | bytearray | str, shape: type[object] | UnionType, source: str, most: int = MOST_BYTES
+) -> object:
     """Reads what `encode` has written, or raises ForeignData.
 
     ``shape``: a record, a union of messages, or a type such as ``tuple[str, int]``; ``source``: where the data was
@@ -106,9 +106,9 @@ def fit(value: object, shape: type[T] | UnionType, source: str) -> T:
 
 
 def seal(key: str, counter: int, payload: bytes) -> bytes:
-    """The payload behind a seal that only the processes of this run can make, for this key and counter alone.
+    """The payload after a seal that only the processes of this run can make, for this key and counter alone.
 
-    Without a secret there is none, and whoever reaches the store or the connection is trusted.
+    Without a secret there is no seal, and everybody who reaches the store or the connection is trusted.
     """
     return _seal(key, counter, payload) + payload
 
@@ -117,7 +117,7 @@ def open_sealed(key: str, counter: int, data: bytes, source: str) -> bytes:
     """The payload, or ForeignData if it was not sealed by a process of this run for this key and counter."""
     import hmac
 
-    given, payload = data[:SEAL_BYTES], data[SEAL_BYTES:]
+    given, payload = data[: secret.SEAL_CHARACTERS], data[secret.SEAL_CHARACTERS :]
     if hmac.compare_digest(_seal(key, counter, payload), given):
         return payload
     has_secret = secret.text() is not None
@@ -132,12 +132,12 @@ def _seal(key: str, counter: int, payload: bytes) -> bytes:
 
 
 @functools.cache
-def _decoder(shape: Any) -> Callable[[Any], Any]:
+def _decoder(shape: type[object] | UnionType) -> Callable[[bytes | bytearray | str], object]:
     return msgspec.json.Decoder(shape).decode
 
 
-def _decode_any_unicode(data: bytes | bytearray | str, shape: Any, source: str) -> Any:
-    """The same for texts that are not UTF-8, which msgspec refuses."""
+def _decode_any_unicode(data: bytes | bytearray | str, shape: type[object] | UnionType, source: str) -> object:
+    """Reads text that is not UTF-8, which msgspec refuses."""
     try:
         found = json.loads(data, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""The run's secret: 32 bytes that the processes of one run share, and nobody else knows.
+"""The run's secret: 32 bytes that only the processes of one run share.
 
-Whoever starts the run makes it, and each process gets it through the pipe or the open file by which it is started:
-never by a command line, which all users of the machine can read, nor by the environment, which every program that a
-rank starts would inherit. Nodes that are started one by one share one if they are given it, by --secret-file or
-PHALANX_SECRET, which is not passed on to the ranks.
+The process that starts the run makes it, and each process gets it through the pipe or the open file by which it is
+started: never by a command line, which all users of the machine can read, nor by the environment, which every program
+that a rank starts would inherit. Nodes that are started one by one get it by --secret-file or PHALANX_SECRET, which is
+not passed on to the ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from phalanx.errors import UsageError
 VARIABLE = "PHALANX_SECRET"
 _FEWEST = 16
 """Characters of a secret that cannot be guessed."""
-
 SEAL_CHARACTERS = 32
 _BYTES = 32
 _own: bytes | None = None
@@ -30,7 +29,7 @@ def make() -> None:
 
 
 def keep(text: str | None) -> None:
-    """Takes what `text` has given in another process; None: there is none."""
+    """Takes the secret that `text` returned in the process that started this one; None: there is none."""
     global _own
     _own = None if text is None else bytes.fromhex(text)
 
@@ -71,7 +70,7 @@ def _read(path: str) -> bytes:
 
 
 def text() -> str | None:
-    """For the process that is being started."""
+    """The secret as text, for a process that is being started."""
     return None if _own is None else _own.hex()
 
 
@@ -81,10 +80,3 @@ def seal(data: bytes) -> bytes:
 
     assert _own is not None, "this process was given a secret"
     return hashlib.blake2b(data, key=_own, digest_size=SEAL_CHARACTERS // 2).hexdigest().encode()
-
-
-def is_sealed(data: bytes, given: bytes) -> bool:
-    """Whether ``given`` is their seal."""
-    import hmac
-
-    return hmac.compare_digest(seal(data), given)

@@ -1,4 +1,4 @@
-"""Lines of source files: which are the user's, what they say, and how they are shown."""
+"""Lines of source files: which are the user's, their text, and how they are printed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _INSTALLED = re.compile(r".*/(?:site|dist)-packages/[^/]+")
 _NESTED_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)$', re.MULTILINE)
 
 
-# ---- whose a file is
+# ---- the owner of a file
 
 
 def is_phalanx(file: str) -> bool:
@@ -38,7 +38,7 @@ def is_phalanx(file: str) -> bool:
 
 
 def is_users(file: str, program: str = "") -> bool:
-    """Whether it is not torch's, phalanx's, the standard library's or another package's.
+    """The file is not torch's, phalanx's, the standard library's or another package's.
 
     ``program``: the installed package that the program lives in, which counts as the user's.
     """
@@ -74,8 +74,8 @@ def program_of(files: Iterable[str]) -> str:
 # ---- the lines of a failure
 
 
-def telling_frames(ending: Ending) -> list[Frame]:
-    """The user's last lines, and the library's line where it happened if that is another one."""
+def relevant_frames(ending: Ending) -> list[Frame]:
+    """The user's last lines, and the library's line that raised, if that is another one."""
     from phalanx.events import Frame  # which a rank that records its lines does not need
 
     frames = list(ending.error.frames) if ending.error else list(reversed(ending.crash))
@@ -89,9 +89,9 @@ def telling_frames(ending: Ending) -> list[Frame]:
 
 
 def users_line(ending: Ending) -> Frame | None:
-    """The innermost line of the user's in which it ended, if that is known."""
+    """The user's innermost line in which the rank ended, if that is known."""
     program = program_of(frame.file for frame in (ending.error.frames if ending.error else reversed(ending.crash)))
-    return next((frame for frame in reversed(telling_frames(ending)) if is_users(frame.file, program)), None)
+    return next((frame for frame in reversed(relevant_frames(ending)) if is_users(frame.file, program)), None)
 
 
 # ---- as text
@@ -103,12 +103,12 @@ def source_of(file: str, line: int) -> str:
 
 
 def lines_of(file: str) -> list[str]:
-    """A stack that somebody else has written may name a pipe, where reading would never end."""
+    """The lines of a plain file. A stack that somebody else has written may name a pipe, whose reading never ends."""
     return linecache.getlines(file) if Path(file).is_file() else []
 
 
 def shorten_path(file: str) -> str:
-    """Relative to the working directory, for what lies below it."""
+    """The path relative to the working directory, for a file below it."""
     try:
         relative, here = os.path.relpath(file), os.getcwd()  # noqa: PTH109
     except (ValueError, OSError):  # the working directory is gone
@@ -117,6 +117,6 @@ def shorten_path(file: str) -> str:
 
 
 def clip(line: str) -> str:
-    """As much of it as a line of a terminal shows, and nothing that could change one."""
+    """Cuts a line to the width of a terminal, without characters that could change its state."""
     line = "".join(character if character.isprintable() else " " for character in line)
     return line if len(line) <= WIDTH else line[: WIDTH - 1] + "…"

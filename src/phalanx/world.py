@@ -1,7 +1,8 @@
-"""`init` brings this process into the world of all ranks; `World` says where it stands there."""
+"""`init` joins this process to the world of all ranks; `World` holds its rank and the others'."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from phalanx import argparser, backends, cluster, seeds, torch_compat
+from phalanx import argparser, backends, cluster, torch_compat
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
 from phalanx.errors import UsageError
@@ -19,6 +20,7 @@ from phalanx.torch_compat import c10d
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 _REACH_TIMEOUT = 60.0
 _JOIN_TIMEOUT = 300.0
@@ -26,7 +28,7 @@ _JOIN_TIMEOUT = 300.0
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all of them. A context manager: leaving it leaves the process group."""
+    """This process's rank among all processes. A context manager: its end leaves the process group."""
 
     rank: int
     """Number of this process among all, from 0."""
@@ -43,36 +45,36 @@ class World:
     device: torch.device
     backend: str
     master: str
-    """Where the ranks met: the master's ``address:port``, a file, or ``none`` for a world of one."""
+    """The address where the ranks met: the master's ``address:port``, a file, or ``none`` for a world of one."""
     launcher: str
-    """What started this process: torchrun (and phalanx run), slurm, openmpi, single."""
+    """The launcher that started this process: torchrun (and phalanx run), slurm, openmpi, single."""
     _meeting: Meeting | None = field(default=None, repr=False, compare=False)
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that prints and saves."""
+        """Rank 0 is the one that prints and saves."""
         return self.rank == 0
 
     @property
-    def group(self) -> Any:
+    def group(self) -> dist.ProcessGroup | None:
         """torch's process group of all ranks; None when there is none."""
         import torch.distributed as dist
 
         return dist.group.WORLD
 
     @property
-    def store(self) -> Any:
+    def store(self) -> dist.Store | None:
         """The key-value store all ranks share; None in a world of one."""
         return self._meeting.store if self._meeting else None
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        """Who the ranks are: host and pid of each."""
+        """The host and pid of each rank."""
         return self._meeting.claims if self._meeting else ()
 
     def close(self) -> None:
         """Leaves the process group; harmless when it has been left already."""
-        _leave(self, in_peace=True)
+        _leave(self, in_order=True)
 
     def __enter__(self) -> World:
         return self
@@ -80,14 +82,14 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _leave(self, in_peace=kind is None)
+        _leave(self, in_order=kind is None)
 
 
 _current: World | None = None
-_farewells: list[Callable[[], None]] = []
-"""What has to be finished before the world is left, while the others are still there."""
-_seed_to_part: int | None = None
-"""What `diverge` has still to do."""
+_before_leaving: list[Callable[[], None]] = []
+"""Calls that finish work before the world is left, while the other ranks are still there."""
+_seed_to_diverge: int | None = None
+"""The seed of `init`, until `diverge` is called."""
 
 
 def init(
@@ -95,12 +97,12 @@ def init(
     init_method: str | None = None,
     world_size: int | None = None,
     rank: int | None = None,
-    store: Any = None,
+    store: dist.Store | None = None,
     timeout: float | timedelta | None = None,
     device: str | torch.device | None = None,
     seed: int | None = None,
 ) -> World:
-    """Joins the process group and returns this process's place in it.
+    """Joins the process group and returns the world of all ranks.
 
     Everything may be left out: the values come from whatever started the process (phalanx run, torchrun, srun,
     mpirun), and from nothing at all for a world of one, so that ``python train.py`` works too.
@@ -108,16 +110,15 @@ def init(
     Args:
         backend: ``nccl``, ``gloo``, ``shm``, ``mpi``, or what fits the device.
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
-        world_size, rank: given, or found.
         store: a torch store that all ranks share, instead of an init_method.
         timeout: seconds for reaching the master, for all ranks to come, and for each collective. The defaults are
             60 s, 300 s and torch's own 30 minutes.
         device: ``cpu``, ``cuda``, ``cuda:1``; by default the GPU of this local rank if there is one.
-        seed: of python, numpy and torch. All ranks draw the same, so that files are split and weights are made alike,
+        seed: for python, numpy and torch. All ranks draw the same, so that files are split and weights are made alike,
             until `px.data_parallel` or `px.track` is called; from then on each draws its own, for augmentation,
             dropout and the workers of a DataLoader.
     """
-    global _current, _seed_to_part
+    global _current, _seed_to_diverge
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -136,46 +137,69 @@ def init(
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
     if place.type == "cuda":
         options["device_id"] = place
-    s = situation
+    number, size = situation.rank, situation.world_size
     try:
         with torch_compat.quiet_gloo():
-            dist.init_process_group(name, store=meeting.store, rank=s.rank, world_size=s.world_size, **options)
+            dist.init_process_group(name, store=meeting.store, rank=number, world_size=size, **options)
         if seed is not None:
-            seeds.seed_all(seed)
+            seed_all(seed)
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
         raise
-    name = backends.name_of(dist.group.WORLD)
-    _current = World(
-        s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, place, name, where, s.kind, meeting
-    )
-    _seed_to_part = seed
+    _current = _world(situation, place, where, meeting)
+    _seed_to_diverge = seed
     return _current
 
 
+def _world(s: Situation, device: torch.device, where: str, meeting: Meeting | None) -> World:
+    import torch.distributed as dist
+
+    backend = backends.name_of(dist.group.WORLD)
+    return World(
+        s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, device, backend, where, s.kind, meeting
+    )
+
+
+def seed_all(seed: int) -> None:
+    """Seeds python, numpy and torch."""
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def mixed_seed(seed: int, rank: int) -> int:
+    """A seed for a rank. Unlike ``seed + rank``, no rank of a run with the next seed has it too."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=7).digest(), "little")
+
+
 def diverge() -> None:
-    """From here on the random numbers of the ranks differ, if `init` was given a seed. Only the first call counts."""
-    global _seed_to_part
-    if _current is not None and _seed_to_part is not None:
-        seeds.seed_all(seeds.mixed(_seed_to_part, _current.rank))
-        _seed_to_part = None
+    """Makes the random numbers of the ranks differ, if `init` was given a seed. Only the first call counts."""
+    global _seed_to_diverge
+    if _current is not None and _seed_to_diverge is not None:
+        seed_all(mixed_seed(_seed_to_diverge, _current.rank))
+        _seed_to_diverge = None
 
 
 def before_leaving(finish: Callable[[], None]) -> None:
-    """``finish`` is called when the world that `init` has joined is left, but not after an exception."""
+    """Registers a call for the end of the world that `init` has joined; it is left out after an exception."""
     if _current is not None:
-        _farewells.append(finish)
+        _before_leaving.append(finish)
 
 
 def forget(finish: Callable[[], None]) -> None:
-    """Takes back `before_leaving`."""
-    if finish in _farewells:
-        _farewells.remove(finish)
+    """Undoes `before_leaving`."""
+    if finish in _before_leaving:
+        _before_leaving.remove(finish)
 
 
 def current() -> World:
-    """The world that was joined, by `init` or by torch.distributed itself; without either, what the launcher says."""
+    """The world that was joined, by `init` or by torch.distributed itself; without either, by the launcher's values."""
     import torch.distributed as dist
 
     if _current is not None:
@@ -187,18 +211,14 @@ def current() -> World:
         shared = c10d.default_store()
         if shared is None and s.world_size > 1:
             raise UsageError("this torch does not expose the store of its process group; call px.init() first.")
-        meeting = Meeting(shared, (), hosted_here=False) if shared is not None else None
-        backend = backends.name_of(dist.group.WORLD)
-        return World(
-            s.rank, s.world_size, s.local_rank, s.local_size, s.node, s.nodes, device, backend, "", s.kind, meeting
-        )
+        return _world(s, device, "", Meeting(shared, (), hosted_here=False) if shared is not None else None)
     if s.world_size > 1:
         raise UsageError(f"this is rank {s.rank} of {s.world_size}, but it has not joined yet; call px.init() first.")
     return World(0, 1, 0, 1, 0, 1, device, "none", "none", s.kind)
 
 
 def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situation:
-    """Arguments beat what the launcher says; a place given by hand is taken to be on one machine."""
+    """Arguments override the launcher's values; ranks that are given by hand are taken to be on one machine."""
     from dataclasses import replace
 
     if rank is None and world_size is None:
@@ -232,7 +252,11 @@ def _device(asked: str | torch.device | None, situation: Situation) -> torch.dev
     return torch.device("cuda", index)
 
 
-def _meet(situation: Situation, init_method: str | None, store: Any, limit: float | None) -> tuple[Meeting, str]:
+def _meet(
+    situation: Situation, init_method: str | None, store: dist.Store | None, limit: float | None
+) -> tuple[Meeting, str]:
+    from torch.distributed import PrefixStore
+
     if store is not None:
         if init_method is not None:
             raise UsageError(f"both a store and init_method={init_method!r} were given; give one of them.")
@@ -242,7 +266,7 @@ def _meet(situation: Situation, init_method: str | None, store: Any, limit: floa
         up = False
         if method.startswith("env://"):
             if situation.world_size == 1 and situation.master is None:
-                return _alone(situation)
+                return meet(tcp_store.private(), 0, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
             if situation.master is None:
                 raise UsageError(
                     f"rank {situation.rank} of {situation.world_size} does not know where to meet; "
@@ -252,51 +276,41 @@ def _meet(situation: Situation, init_method: str | None, store: Any, limit: floa
             up = situation.store_is_up
         where = method.partition("://")[2]
         store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or _REACH_TIMEOUT)
-    own = _for_this_attempt(store)
+    # torchrun's store outlives a restart, with the keys of the ranks that died; each attempt reads its own.
+    own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return meet(own, situation.rank, situation.world_size, limit or _JOIN_TIMEOUT, hosted), where
 
 
-def _alone(situation: Situation) -> tuple[Meeting, str]:
-    return meet(tcp_store.private(), situation.rank, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
-
-
-def _for_this_attempt(store: Any) -> Any:
-    """torchrun's store outlives a restart, with the keys of the dead; each attempt reads its own."""
-    from torch.distributed import PrefixStore
-
-    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _leave(world: World, *, in_peace: bool) -> None:
-    """Leaves the group. After an exception nobody is waited for: the others learn of it by the closed connections."""
+def _leave(world: World, *, in_order: bool) -> None:
+    """Leaves the group. After an exception it waits for no rank: the closed connections inform the others."""
     global _current
 
     if _current is not world:
         return
-    farewells = [*_farewells]
-    _farewells.clear()
+    calls = [*_before_leaving]
+    _before_leaving.clear()
     try:
-        for finish in farewells if in_peace else ():
+        for finish in calls if in_order else ():
             finish()
     except BaseException:
-        in_peace = False
+        in_order = False
         raise
     finally:
         _current = None
-        _part(world, in_peace=in_peace)
+        _destroy(world, in_order=in_order)
 
 
-def _part(world: World, *, in_peace: bool) -> None:
+def _destroy(world: World, *, in_order: bool) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return
-    if not in_peace and world.device.type == "cuda":
+    if not in_order and world.device.type == "cuda":
         abort = c10d.ABORT.get()
         if abort is not None:
             abort()  # an orderly end would wait for kernels that never finish
         return
     meeting = world._meeting
-    if in_peace and meeting is not None and world.size > 1:
+    if in_order and meeting is not None and world.size > 1:
         leave_store(meeting, world.size)
     dist.destroy_process_group()

@@ -90,10 +90,10 @@ def test_streams_that_are_closed(line: str, tmp_path: Path) -> None:
 def test_a_full_disk_is_not_called_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run(arguments: list[str]) -> int:
+    def run(command: str, arguments: list[str]) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setattr(cli, "_dispatch", run)
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "x.py"])
     expected = "phalanx: a file cannot be written: No space left on device; free some space there.\n"

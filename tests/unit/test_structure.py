@@ -16,7 +16,7 @@ MOST_MODULES = 16
 LEAVES = set(
     """
     argparser attempt cluster entry_point env errors events fd_channel messages native run_files secret
-    seeds source_lines status store system torch_compat
+    source_lines status store system torch_compat
     """.split()
 )
 """Every package may import these; they import only each other."""

@@ -92,7 +92,7 @@ def group() -> None:
     ddp_models._models.add(model)
     ddp_models._keep_groups()
     gone = SimpleNamespace(device=torch.device("cuda"))
-    world._part(gone, in_peace=False)  # type: ignore[arg-type]
+    world._destroy(gone, in_order=False)  # type: ignore[arg-type]
     with contextlib.suppress(RuntimeError):  # torch's own: it has received nothing
         GlooMessage._source_rank(SimpleNamespace(_work=dist.Work()))  # type: ignore[arg-type]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.bench.common import Benchmark
 
 _HELP = """\
 phalanx bench: measurements that can be repeated anywhere.
@@ -27,11 +30,8 @@ def main(argv: list[str]) -> int:
         return 0
     if argv[0] not in ("launch", "collectives"):
         raise UsageError(f"there is no benchmark {argv[0]!r}; `phalanx bench --help` lists them.")
-    return _run(importlib.import_module(f"phalanx.bench.{argv[0]}").BENCHMARK, argv[1:])
-
-
-def _run(benchmark: Any, argv: list[str]) -> int:
     from phalanx.bench.commands import run_until_interrupted
 
-    settings = benchmark.parse(argv)
+    benchmark: Benchmark = importlib.import_module(f"phalanx.bench.{argv[0]}").BENCHMARK
+    settings = benchmark.parse(argv[1:])
     return run_until_interrupted(lambda: benchmark.run(settings))

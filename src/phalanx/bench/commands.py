@@ -36,7 +36,7 @@ Launcher = Callable[[int], contextlib.AbstractContextManager[list[str]]]
 
 @dataclass(frozen=True)
 class Sample:
-    """What one contender took for one piece of work, in one repeat."""
+    """The times of one contender for one piece of work, in one repeat."""
 
     measure: str
     contender: str
@@ -86,7 +86,7 @@ def _outcome(samples: Sequence[Sample]) -> str:
 
 
 def run_until_interrupted(work: Callable[[], None]) -> int:
-    """The exit code. The first signal unwinds the benchmark; later ones are ignored, so that the cleaning up ends."""
+    """Returns the exit code. The first signal ends the benchmark; later ones are ignored, so that it cleans up."""
 
     def stop(number: int, _: object) -> None:
         for each in _SIGNALS:
@@ -137,7 +137,7 @@ def _below() -> frozenset[int]:
 
 
 class Running:
-    """A command under way. Its output goes into a file, of which the end is shown if it fails."""
+    """A command that runs. Its output goes into a file, of which the end is shown if it fails."""
 
     def __init__(self, argv: Sequence[str], directory: Path, timeout: float, others: frozenset[int]) -> None:
         self._argv, self._timeout, self._others = argv, timeout, others
@@ -210,7 +210,12 @@ def phalanx_run(ranks: int) -> Iterator[list[str]]:
 
 
 def job(
-    name: str, script: Sequence[str], ranks: int, order: Mapping[str, Any], turn: Turn, launcher: Launcher = phalanx_run
+    name: str,
+    script: Sequence[str],
+    ranks: int,
+    order: Mapping[str, object],
+    turn: Turn,
+    launcher: Launcher = phalanx_run,
 ) -> Step:
     """The ranks run ``script``, read in DIRECTORY/order.json what to measure, and leave their times. ``turn`` is the
     number of the repeat, with the settings."""
@@ -248,7 +253,7 @@ def merge(notes: Sequence[Sequence[Mapping[str, Any]]], repeat: int) -> list[Sam
 
 
 def describe() -> dict[str, str]:
-    """What one must know to compare figures. Versions come from metadata: no package is imported."""
+    """The facts that one needs to compare figures. Versions come from metadata: no package is imported."""
     import psutil
 
     cpuinfo = Path("/proc/cpuinfo").read_text()

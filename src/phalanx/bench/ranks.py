@@ -85,7 +85,7 @@ class Turns:
         for call in calls:
             call()
         ended = time.monotonic()
-        self._barrier()  # who checks already would take a core from who is not done
+        self._barrier()  # a rank that checks already would take a core from one that is not done
         contender.check()
         return started, ended
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from phalanx import seeds
 from phalanx import world as worlds
 from phalanx.argparser import whole_number
 from phalanx.checkpoint import optimizers
@@ -23,6 +22,7 @@ from phalanx.errors import UsageError
 from phalanx.torch_compat.dynamo import inside_of_compiled
 from phalanx.torch_compat.nn import METADATA
 from phalanx.torch_compat.tensors import tree_map_only
+from phalanx.world import mixed_seed, seed_all
 
 PARTS = ("model", "optimizer", "scheduler", "sampler", "extra")
 """The optional parts. The step and the random number generators always belong to a state."""
@@ -238,4 +238,4 @@ def reseed_random(state_of_rank_0: StateDict, rank: int, size: int) -> None:
     The seeds depend on the state of rank 0 and on the size alone, so that resuming twice gives the same run.
     """
     digest = hashlib.blake2b(state_of_rank_0["torch"].numpy().tobytes() + b"%d" % size, digest_size=7).digest()
-    seeds.seed_all(seeds.mixed(int.from_bytes(digest, "little"), rank))
+    seed_all(mixed_seed(int.from_bytes(digest, "little"), rank))

@@ -9,7 +9,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from phalanx import cluster
 from phalanx import world as worlds
@@ -18,6 +18,9 @@ from phalanx.errors import PeerFailed, UsageError
 from phalanx.status import layout, own_page
 from phalanx.store.primitives import read, wait_for, write
 from phalanx.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,19 +52,21 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     if world.size == 1:
         yield
         return
+    store = world.store
+    assert store is not None, "several ranks share a store"
     leader = _first_of_the_node(world) if local else 0
     key = f"phalanx/first/{local}/{next(_turns[local])}/{leader}"
     if world.rank != leader:
         with own_page.waiting(layout.RANK_ZERO_FIRST, peer=leader):
-            _follow(world, leader, key)
+            _follow(world, store, leader, key)
         yield
         return
     try:
         yield
     except BaseException as error:
-        write(world.store, key, f"{type(error).__name__}: {error}")
+        write(store, key, f"{type(error).__name__}: {error}")
         raise
-    write(world.store, key, "")
+    write(store, key, "")
 
 
 def _first_of_the_node(world: World) -> int:
@@ -72,7 +77,7 @@ def _first_of_the_node(world: World) -> int:
     return min(claim.rank for claim in world.claims if claim.host == here)
 
 
-def _follow(world: World, leader: int, key: str) -> None:
+def _follow(world: World, store: Store, leader: int, key: str) -> None:
     from torch.distributed import DistNetworkError
 
     def died(_: float) -> PeerFailed | None:
@@ -80,8 +85,8 @@ def _follow(world: World, leader: int, key: str) -> None:
         return PeerFailed(f"rank {leader}, which goes first here, has died; see its log.") if has_died else None
 
     try:
-        wait_for(world.store, key, look=died)
-        failure = read(world.store, key, str)
+        wait_for(store, key, look=died)
+        failure = read(store, key, str)
     except DistNetworkError:
         raise PeerFailed(f"rank {leader}, which goes first here, took the store with it; see its log.") from None
     if failure:

@@ -9,7 +9,7 @@ from pathlib import Path
 from phalanx.events import Ending, Frame, NativeFrame
 from phalanx.failure.root_cause import Verdict, final_report
 from phalanx.failure.signal_meaning import explanation, meaning
-from phalanx.source_lines import IN_ANOTHER_PROCESS, WIDTH, clip, shorten_path, telling_frames
+from phalanx.source_lines import IN_ANOTHER_PROCESS, WIDTH, clip, relevant_frames, shorten_path
 
 _HEIGHT = 15
 _SIDES = 3  # lines that are shown when ranks have called different collectives
@@ -32,7 +32,7 @@ def failure_block(
     if attempts > 1:
         where.append(f"attempt {attempts}")
     lines += ["  " + ", ".join(where), *told]
-    lines += [clip(f"  at {_place(frame)}") for frame in telling_frames(cause)]
+    lines += [clip(f"  at {_place(frame)}") for frame in relevant_frames(cause)]
     lines += [clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
     for frame, ranks in verdict.elsewhere[:_SIDES]:
         lines.append(clip(f"  {_ranks(ranks)} at {_place(frame)}"))
@@ -72,7 +72,7 @@ def headline(ending: Ending) -> str:
 
 def one_line(ending: Ending) -> str:
     """Describes a failure on the line that announces a restart."""
-    frames = telling_frames(ending)
+    frames = relevant_frames(ending)
     where = f" at {shorten_path(frames[-1].file)}:{frames[-1].line}" if frames else ""
     return clip(f"rank {ending.rank} failed: {headline(ending)}{where}")
 

@@ -1,4 +1,4 @@
-"""The proof that a model trains on many ranks as it does in one process, in one call; and, if not, the reason."""
+"""`assert_parallel_equal`: a model trains on many ranks as it does in one process; if not, the error has the reason."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ if TYPE_CHECKING:
 
     from phalanx.world import World
 
-Numbers = dict[str, Any]
-"""Tensors by the name of their parameter."""
+Tensors = dict[str, "Tensor"]
+"""By the name of their parameter."""
 
 
 @dataclass(frozen=True)
 class _Work:
-    """What each rank does."""
+    """The training that each rank does."""
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], tuple[Any, Any]]
-    loss: Callable[[Any, Any], Tensor] | None
+    make_batch: Callable[[int], tuple[object, object]]
+    loss: Callable[..., Tensor] | None
     steps: int
     learning_rate: float
     options: dict[str, Any]
     dropout: bool = True
-    """False: without it, to see whether it is the reason."""
+    """False: turned off, to see whether it is the reason."""
     batch_norm: bool = True
     """False: with its running statistics, as in evaluation."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank has after it."""
+    """The result of a rank."""
 
-    gradients: Numbers
-    """Of the first step."""
-    parameters: Numbers
+    gradients: Tensors
+    """The gradients of the first step."""
+    parameters: Tensors
     equal_until: int
-    """How many steps the parameters were the same, bit for bit, on all ranks."""
+    """The number of steps after which the parameters were the same, bit for bit, on all ranks."""
 
 
 def assert_parallel_equal(
     make_model: Callable[[], nn.Module],
-    make_batch: Callable[[int], tuple[Any, Any]],
+    make_batch: Callable[[int], tuple[object, object]],
     world_sizes: Sequence[int] = (1, 2, 4),
     *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    loss: Callable[..., Tensor] | None = None,
     steps: int = 3,
     learning_rate: float = 0.1,
     tolerance: float = 1e-4,
@@ -70,9 +70,9 @@ def assert_parallel_equal(
         make_batch: makes the inputs and targets of the whole batch of a step, tensors with the samples in their first
             dimension; called on every rank after the same seeding. Each rank takes its part.
         world_sizes: numbers of ranks; the number of samples must be a multiple of each.
-        loss: of the model's output and the targets; by default mean squared error for floating-point targets,
+        loss: takes the model's output and the targets; by default mean squared error for floating-point targets,
             cross entropy for whole numbers.
-        tolerance: how far a parameter may be off, as a part of the largest change that training made to any.
+        tolerance: the largest difference of a parameter, relative to the largest change that training made to any.
         data_parallel: further arguments of `px.data_parallel`, such as ``sync_batchnorm=True``.
     """
     work = _Work(make_model, make_batch, loss, steps, learning_rate, data_parallel)
@@ -91,7 +91,7 @@ def _run(work: _Work, size: int) -> list[_Outcome]:
 
 
 def _train(world: World, work: _Work) -> _Outcome:
-    """On each rank. The parts of a batch are contiguous, so that a rank's share is what a loader would give it."""
+    """Trains on one rank. Its part of a batch is contiguous, as a loader would give it."""
     import torch
 
     from phalanx.parallel import data_parallel
@@ -102,7 +102,7 @@ def _train(world: World, work: _Work) -> _Outcome:
     before = {name: parameter.detach().clone() for name, parameter in bare.named_parameters()}
     model = data_parallel(bare, **work.options)
     optimizer = torch.optim.SGD(bare.parameters(), lr=work.learning_rate)
-    gradients: Numbers = {}
+    gradients: Tensors = {}
     equal_until = 0
     for step in range(work.steps):
         torch.manual_seed(1 + step)
@@ -110,7 +110,8 @@ def _train(world: World, work: _Work) -> _Outcome:
         torch.manual_seed(1000 * (1 + step) + world.rank)  # as in training: each rank draws its own dropout
         output = model(_part(inputs, world))
         optimizer.zero_grad()
-        (work.loss or _usual_loss)(output, _part(targets, world)).backward()
+        loss: Callable[..., Tensor] = work.loss or _usual_loss
+        loss(output, _part(targets, world)).backward()
         if step == 0:
             gradients = {name: p.grad.clone() for name, p in bare.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -123,17 +124,15 @@ def _switch(model: nn.Module, work: _Work) -> None:
     from torch import nn
 
     dropout = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    batch_norm = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     for module in model.modules():
         if isinstance(module, dropout) and not work.dropout:
             module.p = 0.0
-        if (
-            isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-            and not work.batch_norm
-        ):
+        if isinstance(module, batch_norm) and not work.batch_norm:
             module.eval()
 
 
-def _part(batch: Any, world: World) -> Any:
+def _part(batch: object, world: World) -> object:
     from torch import Tensor
 
     from phalanx.torch_compat.tensors import tree_map_only
@@ -150,16 +149,15 @@ def _part(batch: Any, world: World) -> Any:
     return tree_map_only(Tensor, cut, batch)
 
 
-def _usual_loss(output: Any, target: Any) -> Tensor:
+def _usual_loss(output: Tensor, target: Tensor) -> Tensor:
     from torch.nn import functional
 
-    return (
-        functional.mse_loss(output, target) if target.is_floating_point() else functional.cross_entropy(output, target)
-    )
+    loss = functional.mse_loss if target.is_floating_point() else functional.cross_entropy
+    return loss(output, target)
 
 
 def _is_equal_everywhere(model: nn.Module, world: World) -> bool:
-    """Bit for bit: the lowest and the highest of each rank's bits are the same."""
+    """Compares bit for bit: the minimum and the maximum of each byte over all ranks are the same."""
     if world.size == 1:
         return True
     import torch
@@ -182,7 +180,7 @@ def _check_replicas(outcomes: list[_Outcome], size: int, steps: int) -> None:
 
 
 def _difference(one: _Outcome, other: _Outcome) -> float:
-    """The largest difference of any parameter, as a part of the largest change that training made to any."""
+    """The largest difference of any parameter, relative to the largest change that training made to any."""
     scale = max((change.abs().max().item() for change in one.parameters.values() if change.numel()), default=0.0)
     worst = max(_differences(one, other).values(), default=0.0)
     return worst / scale if scale else worst
@@ -197,7 +195,7 @@ def _differences(one: _Outcome, other: _Outcome) -> dict[str, float]:
 
 
 def _explain(work: _Work, size: int, alone: _Outcome, together: _Outcome, tolerance: float) -> str:
-    """The usual reasons, each tried by leaving it out on both sides."""
+    """Tries the usual reasons, each by turning it off on both sides."""
     from dataclasses import replace
 
     intro = f"on {size} ranks the model does not train as in one process"
@@ -227,7 +225,7 @@ def _explain(work: _Work, size: int, alone: _Outcome, together: _Outcome, tolera
     )
 
 
-def _common_ratio(ours: Numbers, theirs: Numbers, tolerance: float) -> float | None:
+def _common_ratio(ours: Tensors, theirs: Tensors, tolerance: float) -> float | None:
     """The factor between all gradients, if one explains them all."""
     import torch
 

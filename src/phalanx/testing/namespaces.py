@@ -1,10 +1,9 @@
 """Linux namespaces for `virtual_nodes`: the processes that hold them, and the way into them.
 
-warden.py and nodes.py run this file as a script in a bare interpreter, which starts in some ten milliseconds; it
-imports nothing of phalanx.
+It is run as a script in a bare interpreter, which starts in some ten milliseconds, so it imports nothing of phalanx.
 
     the test's process
-     └─ gate              waits, so that somebody can wait for it
+     └─ gate              waits for the warden, so that its parent can wait for it
          └─ warden        pid 1 of a pid namespace; its network namespace is the switch
              ├─ holder    pid 1 of the pid namespace of node0; sleeps
              └─ holder    …
@@ -28,13 +27,13 @@ TYPE_CHECKING = False  # the module typing takes half as long to import as the i
 if TYPE_CHECKING:
     import socket
     from collections.abc import Sequence
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
 MOUNT, UTS, IPC, PID, NETWORK = 0x00020000, 0x04000000, 0x08000000, 0x20000000, 0x40000000
-"""CLONE_NEWNS and its sisters, from linux/sched.h."""
+"""CLONE_NEWNS, CLONE_NEWUTS and so on, from linux/sched.h."""
 
 LARGEST_MESSAGE = 1 << 17
-"""Below what a Unix socket takes at once."""
+"""Bytes; less than a Unix socket takes at once."""
 
 _ALL_BUT_PID = MOUNT | UTS | IPC | NETWORK
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000  # linux/mount.h
@@ -44,7 +43,7 @@ _READY = b"ready"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _call(function: str, *arguments: Any) -> None:
+def _call(function: str, *arguments: object) -> None:
     if getattr(_libc, function)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{function}: {os.strerror(number)}")
@@ -62,7 +61,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int = 0) -> None:
 
 def enter(pidfd: int, directory: str, command: list[str]) -> NoReturn:
     """Becomes a program on a node. The caller had this process born in the node's pid namespace already."""
-    _forget_python()
+    _restore_signals()
     try:
         join(pidfd, _ALL_BUT_PID)
         os.close(pidfd)
@@ -73,8 +72,8 @@ def enter(pidfd: int, directory: str, command: list[str]) -> NoReturn:
         sys.exit(127)  # as a shell says it
 
 
-def _forget_python() -> None:
-    """What Python changed for itself must not be the inheritance of what is executed."""
+def _restore_signals() -> None:
+    """Undoes the signal settings that Python has made for itself, before another program is executed."""
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -106,7 +105,7 @@ def hold(control: socket.socket, parent: int, nodes: Sequence[tuple[str, str]]) 
 
 
 def poll(*fds: int, seconds: float | None = None) -> list[int]:
-    """Those of them that have something to read, or are the pidfd of a process that has ended; waits for one."""
+    """Waits for one of them; returns those that can be read, or are the pidfd of a process that has ended."""
     import select
 
     waiting = select.poll()
@@ -115,7 +114,7 @@ def poll(*fds: int, seconds: float | None = None) -> list[int]:
     return [fd for fd, _ in waiting.poll(None if seconds is None else seconds * 1000)]
 
 
-def _send(control: socket.socket, fds: Sequence[int] = (), **message: Any) -> None:
+def _send(control: socket.socket, fds: Sequence[int] = (), **message: object) -> None:
     import contextlib
     import json
     import socket
@@ -130,7 +129,7 @@ def _watch(control: socket.socket, watched: int, nodes: Sequence[tuple[str, str]
 
     try:
         _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-        _silence()
+        _turn_ipv6_off()
         own = os.pidfd_open(os.getpid())
         started = [_start_holder(control, own, name, hosts) for name, hosts in nodes]
         for _, ready in started:
@@ -150,12 +149,13 @@ def _watch(control: socket.socket, watched: int, nodes: Sequence[tuple[str, str]
             return
         if not order:
             return
-        _send(control, **_obey(holders, **json.loads(order)))
+        code, output = _run(holders, **json.loads(order))
+        _send(control, code=code, output=output)
         _reap()
 
 
-def _silence() -> None:
-    """The switch has no addresses: it would only advertise them."""
+def _turn_ipv6_off() -> None:
+    """Turns IPv6 off: the switch needs no addresses, and would advertise them."""
     import contextlib
     from pathlib import Path
 
@@ -165,28 +165,28 @@ def _silence() -> None:
 
 
 def _start_holder(control: socket.socket, own: int, name: str, hosts: str) -> tuple[int, int]:
-    """The pid of a node's pid 1, and a pipe that tells when the node is furnished, or why it is not."""
-    ready, tell = os.pipe()
+    """Returns the pid of a node's pid 1, and a pipe that reports when the node is set up, or why it is not."""
+    ready, report = os.pipe()
     _call("unshare", PID)
     pid = os.fork()
     if pid == 0:
         control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the orphans of the node are its children
         try:
-            _furnish(name, hosts)
-            os.write(tell, _READY)
+            _set_up(name, hosts)
+            os.write(report, _READY)
         except OSError as error:
-            os.write(tell, str(error).encode())
+            os.write(report, str(error).encode())
             os._exit(1)
         while True:
             signal.pause()
     join(own, PID)  # the kernel refuses to unshare twice in a row
-    os.close(tell)
+    os.close(report)
     return pid, ready
 
 
-def _furnish(name: str, hosts: str) -> None:
-    """What makes it a machine of its own: name, network, processes, shared memory, /etc/hosts. All else is the same."""
+def _set_up(name: str, hosts: str) -> None:
+    """Gives the node its own name, network, processes, shared memory and /etc/hosts. All else is the machine's."""
     import socket
     from pathlib import Path
 
@@ -206,7 +206,7 @@ def _furnish(name: str, hosts: str) -> None:
     file.unlink()
 
 
-def _obey(holders: Sequence[int], node: int | None, command: list[str], text: str) -> dict[str, Any]:
+def _run(holders: Sequence[int], node: int | None, command: list[str], text: str) -> tuple[int, str]:
     """Runs a command in the network of a node, or of the switch; returns its exit code and output."""
     files = [os.memfd_create(name) for name in ("input", "output")]
     os.write(files[0], text.encode())
@@ -218,7 +218,7 @@ def _obey(holders: Sequence[int], node: int | None, command: list[str], text: st
                 join(holders[node], NETWORK)
             for number, file in enumerate((*files, files[1])):
                 os.dup2(file, number)
-            _forget_python()
+            _restore_signals()
             os.execvp(command[0], command)
         except OSError as error:
             os.write(files[1], str(error).encode())
@@ -229,7 +229,7 @@ def _obey(holders: Sequence[int], node: int | None, command: list[str], text: st
     output = os.read(files[1], 4096).decode(errors="replace")
     for file in files:
         os.close(file)
-    return {"code": code, "output": output}
+    return code, output
 
 
 def _reap() -> None:

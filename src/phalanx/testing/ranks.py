@@ -1,4 +1,4 @@
-"""Run a function on real ranks and get back what each of them returned.
+"""`run_ranks` runs a function on real ranks and returns their results.
 
     from phalanx.testing import run_ranks
 
@@ -24,7 +24,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from multiprocessing import reduction, util
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.errors import PhalanxError
 from phalanx.fd_channel import anonymous_file
@@ -34,23 +34,24 @@ from phalanx.launch.spec.device_count import thread_setting
 from phalanx.system import ports
 from phalanx.torch_compat import COMPILER
 
+T = TypeVar("T")
 _warm: ZygoteClient | None = None
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     n: int,
-    *args: Any,
+    *args: object,
     join_group: bool = True,
     backend: str | None = None,
     timeout: float = 60.0,
-) -> list[Any]:
+) -> list[T]:
     """Runs ``fn(world, *args)`` on ``n`` ranks and returns their results, by rank.
 
     Args:
         fn: a function; a local one or a lambda will do.
         join_group: call phalanx.init() first and hand its World over; otherwise ``fn`` gets the rank's number.
-        backend: what phalanx.init() is given, such as ``shm`` or ``gloo``.
+        backend: the backend for phalanx.init(), such as ``shm`` or ``gloo``.
         timeout: seconds after which the ranks are killed and an error is raised.
 
     Raises what torch.multiprocessing.spawn raises if a rank fails: ProcessRaisedException with its traceback.
@@ -60,12 +61,9 @@ def run_ranks(
         context = SpawnContext(_call, (fn, args, slots, join_group, backend), n, daemon=False, zygote=_warm_zygote())
         stack.callback(context.close)
         if not context.join(timeout):
-            raise PhalanxError(f"{_name(fn)} did not end on all of {n} ranks within {timeout:g} s.")
+            name = getattr(fn, "__name__", repr(fn))
+            raise PhalanxError(f"{name} did not end on all of {n} ranks within {timeout:g} s.")
         return [slot.load() for slot in slots]
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", repr(fn))
 
 
 def close() -> None:
@@ -94,13 +92,13 @@ class _Slot:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> object:
         return reduction.DupFd(self._fd)
 
     def __setstate__(self, duplicate: Any) -> None:
         self._fd = duplicate.detach()
 
-    def store(self, result: Any) -> None:
+    def store(self, result: object) -> None:
         with os.fdopen(os.dup(self._fd), "wb") as file:
             pickle.dump(result, file)
 
@@ -114,7 +112,7 @@ class _Slot:
 
 
 def _call(
-    rank: int, fn: Callable[..., Any], args: tuple[Any, ...], slots: list[_Slot], join_group: bool, backend: str | None
+    rank: int, fn: Callable[..., T], args: tuple[object, ...], slots: list[_Slot], join_group: bool, backend: str | None
 ) -> None:
     _share_cores(len(slots))
     if join_group:
@@ -138,7 +136,7 @@ def _share_cores(ranks: int) -> None:
 
 
 def _leave() -> None:
-    """The end of an interpreter, but for taking its modules apart.
+    """Ends the interpreter without deleting its modules.
 
     That would copy most of the memory that is shared with the helper, and take longer than most tests.
     """

@@ -28,7 +28,7 @@ _BIT = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 class VirtualLinks:
-    """Nodes are named by their index; the caller has seen to it that they are there."""
+    """The cables and the switch. Nodes are given by their index; the caller has checked that they are up."""
 
     def __init__(self, order: Order, addresses: Sequence[str], pids: Sequence[int]) -> None:
         """``pids``: of the nodes' first processes, as the switch sees them."""
@@ -38,30 +38,30 @@ class VirtualLinks:
         """The directions that are cut."""
         self._bandwidth: str | None = None
         self._queues: dict[tuple[int | None, str], str] = {}
-        """What tc was told: the queue of each device that has one, by the place of the device and its name."""
+        """The queue of each device that has one, by its node (None: the switch) and its name."""
         self._lans = 1
         self._lock = threading.Lock()  # a test may cut a cable from a thread
         wires = [line for i, pid in enumerate(pids) for line in _wire(i, pid)]
         order(None, "ip", [*_bridge("lan0"), *wires])
         for node in self._there:
-            order(node, "ip", _settle(node, addresses))
+            order(node, "ip", _configure(node, addresses))
 
     def cut(self, node: int, direction: Literal["both", "in", "out"]) -> None:
         with self._lock:
             self._cuts.setdefault(node, set()).update({"in", "out"} if direction == "both" else {direction})
-            self._arrange()
+            self._apply()
 
     def restore(self, node: int) -> None:
         with self._lock:
             self._cuts.pop(node, None)
-            self._arrange()
+            self._apply()
 
     def shape(self, bandwidth: str | None) -> None:
         if bandwidth is not None:
             _bucket(bandwidth)  # complains before anything is changed
         with self._lock:
             self._bandwidth = bandwidth
-            self._arrange()
+            self._apply()
 
     def partition(self, groups: Sequence[Sequence[int]]) -> None:
         with self._lock:
@@ -86,8 +86,8 @@ class VirtualLinks:
         wanted: dict[tuple[int | None, str], str] = {}
         for node in self._there:
             if self._bandwidth is not None:
-                # At either end: a program that sends too much shall wait, as it does for a network card, and not lose
-                # it on the way; and what several nodes send to one has to share its cable.
+                # At either end: a program that sends too much has to wait, as for a network adapter, and not to lose it
+                # on the way; and what several nodes send to one has to share its cable.
                 wanted[node, "eth0"] = wanted[None, f"port{node}"] = _bucket(self._bandwidth)
             cuts = self._cuts.get(node, set())
             if "in" in cuts:
@@ -96,17 +96,17 @@ class VirtualLinks:
                 wanted[None, f"up{node}"] = _LOSE_EVERYTHING
         return wanted
 
-    def _arrange(self) -> None:
-        """Makes it so, with one call of tc for each place where something changes."""
+    def _apply(self) -> None:
+        """Sets the queues as they should be, with one call of tc for each node where something changes."""
         wanted = self._wanted()
         orders: dict[int | None, list[str]] = {}
-        for place, device in self._queues.keys() - wanted.keys():
-            orders.setdefault(place, []).append(f"qdisc del dev {device} root")
-        for (place, device), queue in wanted.items():
-            if self._queues.get((place, device)) != queue:
-                orders.setdefault(place, []).append(f"qdisc replace dev {device} root {queue}")
-        for place, lines in orders.items():
-            self._order(place, "tc", lines)
+        for node, device in self._queues.keys() - wanted.keys():
+            orders.setdefault(node, []).append(f"qdisc del dev {device} root")
+        for (node, device), queue in wanted.items():
+            if self._queues.get((node, device)) != queue:
+                orders.setdefault(node, []).append(f"qdisc replace dev {device} root {queue}")
+        for node, lines in orders.items():
+            self._order(node, "tc", lines)
         self._queues = wanted
 
 
@@ -130,8 +130,8 @@ def _wire(node: int, pid: int) -> list[str]:
     ]
 
 
-def _settle(own: int, addresses: Sequence[str]) -> list[str]:
-    """The neighbours are known for good: who is cut off would otherwise be "No route to host" after three seconds."""
+def _configure(own: int, addresses: Sequence[str]) -> list[str]:
+    """Neighbours are permanent: one that is cut off would otherwise be "No route to host" after three seconds."""
     neighbours = [
         f"neighbour add {address} lladdr {_mac(node)} nud permanent dev eth0"
         for node, address in enumerate(addresses)

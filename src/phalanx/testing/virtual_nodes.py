@@ -41,13 +41,13 @@ _MOST = 100  # more would not fit into one message to the warden; nobody has ask
 
 
 class Node:
-    """One host. `VirtualNodes` makes it."""
+    """One host, made by `VirtualNodes`."""
 
     def __init__(self, name: str, address: str, holder: int) -> None:
         self.name = name
         """Its host name."""
         self.address = address
-        """Of its interface eth0."""
+        """The address of its interface eth0."""
         self._holder: int | None = holder  # a pidfd: a pid could be somebody else's by now
         self._programs: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class Node:
         options["pass_fds"] = (*options.get("pass_fds", ()), self._holder)
         home = os.pidfd_open(os.getpid())
         try:
-            # A pid namespace can be entered by being born there only. It is this thread whose children are, for now.
+            # A pid namespace is entered by being born there: for now the children of this thread are.
             namespaces.join(self._holder, namespaces.PID)
             program = subprocess.Popen(way_in, env={**os.environ, **(env or {})}, **options)
         finally:
@@ -127,14 +127,13 @@ class Node:
         return program
 
     def _kill(self) -> None:
-        """All its processes at once; they are gone when this returns."""
+        """Kills all its processes at once; they are gone when this returns."""
         if self._holder is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._holder, signal.SIGKILL)
             self._reap()
-            namespaces.poll(
-                self._holder, seconds=SECONDS_TO_END
-            )  # a pid 1 has ended when the last of its namespace has
+            # A pid 1 has ended when the last process of its namespace has.
+            namespaces.poll(self._holder, seconds=SECONDS_TO_END)
             self._forget()
 
     def _reap(self) -> None:
@@ -158,7 +157,7 @@ class VirtualNodes(Sequence[Node]):
         self._warden = Warden([(name, _hosts(i, names, addresses, loopback_names)) for i, name in enumerate(names)])
         self._nodes = [Node(*each) for each in zip(names, addresses, self._warden.holders, strict=True)]
         try:
-            self._cables = VirtualLinks(self._warden.order, addresses, self._warden.pids)
+            self._links = VirtualLinks(self._warden.order, addresses, self._warden.pids)
         except BaseException:
             self.close()
             raise
@@ -177,11 +176,11 @@ class VirtualNodes(Sequence[Node]):
         """What the node sends (``out``) or should receive (``in``) vanishes on the way; no connection is closed."""
         if direction not in ("both", "in", "out"):
             raise UsageError(f"a link has no direction {direction!r}; it is both, in or out.")
-        self._cables.cut(self._running(node), direction)
+        self._links.cut(self._running(node), direction)
 
     def restore(self, node: int) -> None:
         """Undoes every cut of the node; a partition and the bandwidth stay."""
-        self._cables.restore(self._running(node))
+        self._links.restore(self._running(node))
 
     def partition(self, *groups: Sequence[int]) -> None:
         """Only nodes of one group reach each other; those that no group names are one more. Replaces an earlier one."""
@@ -189,21 +188,21 @@ class VirtualNodes(Sequence[Node]):
         if len(set(named)) < len(named):
             raise UsageError(f"a node can be in one group only, not {list(map(list, groups))}.")
         rest = [i for i in self._up() if i not in named]
-        self._cables.partition([*([self._running(i) for i in group] for group in groups), rest])
+        self._links.partition([*([self._running(i) for i in group] for group in groups), rest])
 
     def heal(self) -> None:
         """Undoes the partition; cuts stay."""
-        self._cables.partition([self._up()])
+        self._links.partition([self._up()])
 
     def shape(self, bandwidth: str | None) -> None:
         """The bandwidth of every link, each way, such as ``100mbit``; None: as fast as the machine is."""
-        self._cables.shape(bandwidth)
+        self._links.shape(bandwidth)
 
     def stop(self, node: int) -> None:
-        """As by power loss: its processes are gone at once, and nobody is told. It does not come back."""
-        self._cables.cut(self._running(node), "both")  # first: the dying sockets must not say good-bye
+        """Simulates a power loss: its processes are gone at once, no connection is closed, and it does not return."""
+        self._links.cut(self._running(node), "both")  # first: the dying sockets must not say good-bye
         self._nodes[node]._kill()
-        self._cables.forget(node)
+        self._links.forget(node)
 
     def _up(self) -> list[int]:
         return [i for i, node in enumerate(self._nodes) if node.is_up]

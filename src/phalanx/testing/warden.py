@@ -1,4 +1,4 @@
-"""Our hand on the process that holds all virtual nodes (namespaces.py): making them, orders to it, and the end."""
+"""The client of the process that holds all virtual nodes (namespaces.py): starts it, gives it orders, ends it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def script(*arguments: object) -> list[str]:
 
 
 class Warden:
-    """Holds nodes, each given by its name and its /etc/hosts."""
+    """The process that holds the nodes, each given by its name and its /etc/hosts."""
 
     def __init__(self, nodes: Sequence[tuple[str, str]]) -> None:
         self._lock = threading.Lock()
@@ -55,9 +55,9 @@ class Warden:
             self.wait()
             raise
         self.pids: list[int] = message["pids"]
-        """Of the holders of the nodes, as the warden's commands see them."""
+        """The pids of the nodes' holders, as the warden's commands see them."""
         self.holders = fds
-        """Pidfds of them, which belong to the caller."""
+        """Their pidfds, which belong to the caller."""
 
     def order(self, node: int | None, tool: str, lines: Sequence[str]) -> None:
         """Has `ip` or `tc` do something in the network of a node, or (None) of the switch."""
@@ -79,7 +79,7 @@ class Warden:
         return json.loads(text), received
 
     def end(self) -> None:
-        """Everything is killed, from now on; `wait` ends when nothing is left."""
+        """Begins to kill everything; `wait` returns when nothing is left."""
         if self._control.fileno() >= 0:
             with contextlib.suppress(OSError):  # it has ended already
                 self._control.shutdown(socket.SHUT_RDWR)  # unlike close, in force even if a forked child has a copy

@@ -92,7 +92,7 @@ class ProgressExchange:
         if self._store is None:
             return
         try:
-            self._store.set(self._key(self._world.rank), _encode(self._number, own))
+            self._store.set(self._key(self._world.rank), _encode(self._number, own).decode())
             if own.ended and not self._world.is_main:
                 self._store.set(self._end_key(self._world.rank), "yes")
         except dist.DistError:
