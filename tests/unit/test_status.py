@@ -12,7 +12,7 @@ from types import CodeType
 
 import pytest
 
-from phalanx import messages
+from phalanx import messages, status
 from phalanx.status import code_lines, layout, own_page, reading
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import from_faulthandler
@@ -219,6 +219,7 @@ def test_as_json(path: Path) -> None:
     all_reduce(page, page.group("0", [0, 1]), 1)
     found = found_at(path)
     assert messages.decode(messages.encode(found), reading.Status, "here") == found
+    assert status.read(path) == found, "as docs/diagnose.md does"
 
 
 def test_what_is_no_page(path: Path) -> None:
