@@ -27,7 +27,6 @@ READS_PROC = {
 IMPORTS_PSUTIL = {
     "diagnose/doctor/machine.py",
     "diagnose/doctor/network.py",
-    "shm/hierarchical/gloo_groups.py",
     "system/ports.py",
 }
 
