@@ -158,7 +158,7 @@ def test_a_rank_is_killed_while_the_group_is_formed() -> None:
 
     results = lose(check, (0, 0, 1, 1))
     assert sorted(results) == [0, 1, 2]
-    assert results[1][0] == "JoinError"  # at the other end of its rail
+    assert results[1][0] == "JoinError"  # the other rank of its gloo group
     assert "gloo cannot connect ranks 1, 3" in results[1][1]
     for rank in (0, 2):
         assert results[rank][0] == "PeerLost"

@@ -18,7 +18,7 @@ OLDEST = (2, 6)
 SHOWN = ("2.6.0", "2.8.0", "2.10.0", "2.13.0", "2.15.0")
 """The versions that the smoke tests were run with."""
 OLDEST_FOR_SHM = (2, 8)
-"""In older versions the options of a collective do not have asyncOp."""
+"""The oldest version whose options of a collective have asyncOp."""
 FLIGHT_RECORDER_IS_ON = (2, 13)
 """The version that has it on by default. It is off in 2.10; the versions between were not tested."""
 COMPILER = "torch._dynamo"

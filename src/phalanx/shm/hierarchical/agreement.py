@@ -3,10 +3,9 @@
 A collective begins with its signature: the ranks of a node compare theirs in shared memory, the leaders of the nodes
 theirs over `LeaderLinks`. So gloo moves data only when every rank is there and calls the same collective.
 
-A failure: the first rank that meets one writes it to the store (`FailureFlag`), then aborts the shared memory of its
-node, which ends the waits of all ranks there at once; they read the cause in the store. Leaders tell each other as
-well, and whoever waits for the network looks around ten times a second. So every rank raises the same, wherever it
-waits.
+The first rank that fails writes its error to the store (`FailureFlag`), then aborts the shared memory of its node. That
+ends the waits of all ranks there at once, and they read the cause from the store. Leaders also send it to each other,
+and a rank that waits for the network looks for failures ten times a second. So every rank raises the same error.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class _Connection:
         self.payloads: deque[bytearray] = deque()
         self.failure: Exception | None = None
         self.broken: str | None = None
-        """Why the network has closed it."""
+        """The reason for which the network has closed it."""
         self.has_left = self.has_ended = False
         self._out = bytearray()
         self._in = bytearray()

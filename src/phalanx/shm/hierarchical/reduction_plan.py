@@ -33,7 +33,7 @@ class Reduction:
     between: Between
     """Between the nodes."""
     divisor: int = 1
-    """What the result is divided by at the end."""
+    """The number that the result is divided by at the end."""
 
 
 def plan(operator: Operator, dtype: torch.dtype, ranks: int) -> Reduction:

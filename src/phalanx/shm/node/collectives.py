@@ -24,7 +24,7 @@ class NodeCollectives:
     def __init__(self, segment: Segment, timeout: float) -> None:
         self.segment = segment
         self.prepared: dict[tuple[torch.dtype, int], Callable[[Tensor], None]] = {}
-        """By type and operator: runs the last all_reduce of that kind again, on another tensor."""
+        """The last all_reduce of each type and operator, to be run again on another tensor."""
         self.set_timeout(timeout)
 
     def set_timeout(self, seconds: float) -> None:

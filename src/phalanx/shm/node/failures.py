@@ -36,7 +36,7 @@ for _kind in (PeerLost, CollectiveMismatch, CollectiveTimeout, CollectiveAborted
 
 @dataclass
 class Names:
-    """What is needed to name the ranks and collectives of a group."""
+    """The names of a group's ranks and collectives in error messages."""
 
     group: str
     ranks: Sequence[int]

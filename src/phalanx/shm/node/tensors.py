@@ -31,7 +31,7 @@ REDUCE_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "p
 REDUCE_CODES: dict[int, int] = {
     getattr(ReduceOp.RedOpType, name.upper()).value: code for code, name in enumerate(REDUCE_NAMES)
 }
-"""From torch's number of an operator to the library's."""
+"""The library's numbers of operators, by torch's."""
 _SUM, _AVG, _PREMUL = (REDUCE_NAMES.index(name) for name in ("sum", "avg", "premul_sum"))
 _is_zero = zero_check()
 
