@@ -1,4 +1,4 @@
-"""What is added to each DDP model: a note where it begins to wait for other ranks, and an end without a deadlock.
+"""Notes where each DDP model begins to wait for other ranks, and lets it end without a deadlock.
 
 DDP waits in a callback of the autograd engine, at the end of backward. The engine calls callbacks in the order in which
 they were queued, and DDP queues its own when the last parameter has its gradient. So a callback that is queued when any

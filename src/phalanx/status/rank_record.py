@@ -17,7 +17,7 @@ _MOVES = 10_000.0
 
 
 class Vitals(Record, frozen=True):
-    """What the kernel reports of a process, over the last seconds."""
+    """A process as the kernel reports it, over the last seconds."""
 
     pid: Pid
     state: Name
@@ -79,7 +79,7 @@ class RankRecord(Record, frozen=True):
     thread_death: ThreadDeath | None = None
     """The last thread that has died."""
     unreachable: Text = ""
-    """Why the store that it is connecting to cannot be reached from its node."""
+    """The reason why the store that it connects to cannot be reached from its node."""
 
     @property
     def waits_in(self) -> Collective | None:

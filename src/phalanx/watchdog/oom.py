@@ -32,7 +32,7 @@ class Group:
     kills: int | None
     """The number of its processes that the kernel has killed; None when it does not count them."""
     shortages: int
-    """How often its own limit was reached."""
+    """The number of times that its own limit was reached."""
     was_full: bool = False
     """True if it has used all of its limit at some time. For version 1, which does not always count shortages."""
 

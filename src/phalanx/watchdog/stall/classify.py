@@ -11,7 +11,7 @@ from phalanx.status.reading import CodeLine, Collective
 from phalanx.watchdog.stall.rank_activity import RankActivity, rank_activity
 
 _COMPARED = 8
-"""How many waiting ranks a missing one is compared with: they mostly do the same."""
+"""The number of waiting ranks that a missing one is compared with: they mostly do the same."""
 _MUST_AGREE = ("all_reduce", "broadcast", "reduce")
 """Operations for which all ranks must give the same size and type."""
 

@@ -31,7 +31,7 @@ class SnapshotCollector:
         """``done`` is called on the thread, when the records are complete."""
         self.records, self._directory, self._done = list(records), directory, done
         self.trouble: str | None = None
-        """Why the records are not complete."""
+        """The reason why the records are not complete."""
         self._thread = threading.Thread(target=self._collect, name="collector", daemon=True)
         self._thread.start()
 

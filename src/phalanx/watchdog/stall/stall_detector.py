@@ -78,7 +78,7 @@ class StallDetector:
         self._not_before = 0.0
         self._announced: Announced | None = None
         self._trouble: str | None = None
-        """Why the last snapshot is not complete."""
+        """The reason why the last snapshot is not complete."""
         self._quiet = 0.0
         """The longest time without progress on all nodes."""
 

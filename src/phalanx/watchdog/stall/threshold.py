@@ -19,7 +19,7 @@ WHILE_ENDING = 10
 
 
 class Observation(Record, frozen=True):
-    """What one rank does, as far as the threshold depends on it."""
+    """The state of one rank, as far as the threshold depends on it."""
 
     rank: Rank
     waits_in: tuple[str, int, str, int] | None = None

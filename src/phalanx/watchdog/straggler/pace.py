@@ -22,7 +22,7 @@ from phalanx.watchdog.straggler.straggler_detector import Judge, Straggler, one_
 _EVERY = 1.0
 _SEND_EVERY = 3.0
 _PRINTED_AT_MOST = 2
-"""How often the same rank is named on the console in a run; the event file has all."""
+"""The number of times that the same rank is named on the console in a run; the event file has all."""
 _LONG_ENOUGH = 0.9
 """Seconds over which the conditions of a rank are sampled."""
 
