@@ -140,7 +140,7 @@ examples:
 
 
 class Parser(argparser.Parser):
-    """It knows torchrun's flags, too, and those of other launchers."""
+    """Also explains flags of torchrun and of other launchers that are not supported."""
 
     habits = dict.fromkeys(("-n", "-np", "--num-processes", "--num_processes"), "--nproc-per-node")
 

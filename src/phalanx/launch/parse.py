@@ -30,7 +30,7 @@ def parse(
 def parse_launch(
     argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
 ) -> tuple[LaunchSpec, bool]:
-    """The same for ``python -m phalanx.launch``, which has torch.distributed.launch's flags as well."""
+    """The same for ``python -m phalanx.launch``, which also has the flags of torch.distributed.launch."""
     tables = {**flags.TABLE, **flags.LAUNCH_TABLE}
     return _parse(flags.new_parser(tables, environ, "python -m phalanx.launch"), argv, environ, overrides)
 
@@ -89,7 +89,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
 
 
 def _host_list(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
-    """The hosts to be started from here. Their GPUs and cores are counted there, so not here, unless for a table."""
+    """The hosts to be started from here, which count their own GPUs and cores, except for a --dry-run."""
     is_named = arguments.hosts is not None or arguments.hostfile is not None
     if not is_named and not environ.get("SLURM_JOB_NODELIST"):
         return None
@@ -161,7 +161,7 @@ def _nodes(text: str | None) -> tuple[int, int]:
 
 
 def _meeting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where and how the nodes meet."""
+    """The settings of the rendezvous: where and how the nodes meet."""
     kind = arguments.rdzv_backend
     if kind not in _DEFAULT_PORT:
         raise UsageError(f"--rdzv-backend {kind} is not supported; use static or c10d.")
@@ -208,7 +208,7 @@ def _conf(text: str) -> dict[str, float]:
 
 
 def _start_method(text: str) -> str:
-    """torchrun's own values are taken for what they mean."""
+    """Translates torchrun's own values."""
     return {"spawn": "exec", "forkserver": "fork"}.get(text, text)
 
 

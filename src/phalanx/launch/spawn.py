@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from phalanx.launch.process.zygote_client import ZygoteClient
 
 _GRACE = 10.0
-# mp.spawn sets none of these. A function that chooses its own master, or whose parent did, must be heard, and one that
-# asks whether torchrun has started it must get the right answer.
+# mp.spawn sets none of these. A function may choose its own master, or inherit its parent's choice, and one that asks
+# whether torchrun has started it must get the right answer.
 _NOT_BY_SPAWN = (
     *("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"),
@@ -93,14 +93,14 @@ class SpawnContext:
         daemon: bool,
         zygote: ZygoteClient | None = None,
     ) -> None:
-        """``zygote``: one that is there already and stays; by default a new one, for this call alone."""
+        """``zygote``: one that runs already and stays; by default a new one, for this call alone."""
         # These cannot be imported on Windows.
         from phalanx.launch.agent.attempt_run import AttemptRun
         from phalanx.launch.process import pickled_function as functions
 
         program = Program("function", getattr(fn, "__qualname__", repr(fn)))
         spec = LaunchSpec(program, nproc_per_node=nprocs)
-        parcel, fds = functions.pack(fn, args, daemon)
+        pickled, fds = functions.pack(fn, args, daemon)
         self._filled = entry_point.open_closed_streams()
         self._own_zygote = zygote is None
         self._zygote = zygote or _new_zygote()
@@ -110,7 +110,7 @@ class SpawnContext:
         try:
             self._zygote.fresh_store()
             for place in placements([nprocs]):
-                self._start(spec, place, parcel, fds)
+                self._start(spec, place, pickled, fds)
             while not all(rank.pid or rank.exited for rank in self._attempt.ranks.values()):
                 self._attempt.turn(None)
         except BaseException:
@@ -120,7 +120,7 @@ class SpawnContext:
         self._at_exit = self.close if daemon else self._join_at_exit
         atexit.register(self._at_exit)
 
-    def _start(self, spec: LaunchSpec, place: Placement, parcel: bytes, fds: list[int]) -> None:
+    def _start(self, spec: LaunchSpec, place: Placement, pickled: bytes, fds: list[int]) -> None:
         from phalanx.launch.agent.rank_process import RankProcess
 
         assert self._zygote.address is not None
@@ -129,13 +129,13 @@ class SpawnContext:
             environment.pop(name, None)
             if name in os.environ and name != "TORCHELASTIC_USE_AGENT_STORE":
                 environment[name] = os.environ[name]
-        package = anonymous_file("function")
+        file = anonymous_file("function")
         try:
-            os.write(package, parcel)
+            os.write(file, pickled)
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment)
-            self._attempt.start(RankProcess(place), worker, [package, *fds])
+            self._attempt.start(RankProcess(place), worker, [file, *fds])
         finally:
-            os.close(package)
+            os.close(file)
 
     def pids(self) -> list[int]:
         return [rank.pid or 0 for rank in self._attempt.ranks.values()]
@@ -197,7 +197,7 @@ def _new_zygote() -> ZygoteClient:
 
 
 def _raise(cause: Ending) -> None:
-    """mp.spawn's own exceptions, so that code which catches them keeps working."""
+    """Raises mp.spawn's own exceptions, so that code which catches them keeps working."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
     if cause.error is not None and cause.error.type != "SystemExit":

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from phalanx.launch.spec.network import Route
 
 _TICK = 0.5
-_DRAIN_SECONDS = 2.0
-"""Seconds to wait, after a signal, for a reader of the console."""
+_DRAIN_SECONDS = 2.0  # after a signal, for a reader of the console
 
 
 class Agent:
@@ -67,8 +66,8 @@ class Agent:
         self._helper_loss: list[str] = []
         """How this attempt has lost the zygote or the keeper; empty when it has not."""
         self._watchdogs = Watchdogs(spec, directory, self._record, self._agent_lines, self._loop.wake)
-        say_one, show = self._agent_lines.say_one, self._agent_lines.show
-        self._peers = new_peers(spec, route, zygote, self._loop.selector, directory, say_one, show, self._record.note)
+        lines, selector, note = self._agent_lines, self._loop.selector, self._record.note
+        self._peers = new_peers(spec, route, zygote, selector, directory, lines.say_one, lines.show, note)
 
     def run(self) -> int:
         """Runs all attempts and returns the exit code."""
@@ -96,15 +95,17 @@ class Agent:
             return 1
         finally:
             self._loop.restore_signals()
-            self._close()
+            with contextlib.suppress(OSError):  # the keeper is gone already
+                self._peers.close(self._exit_code)
+            self._console.close(timeout=None if self._signalled is None else 2.0)
+            self._record.close()
+            self._loop.close()
 
     @functools.cached_property
     def _judge(self) -> FailureJudge:
         from phalanx.launch.agent.failure_judge import FailureJudge  # not needed while all goes well
 
         return FailureJudge(self._directory, self._spec.node_name, self._record, self._watchdogs, self._peers)
-
-    # ---- attempts
 
     def _run_attempts(self) -> int:
         most = self._spec.max_restarts + 1
@@ -219,7 +220,6 @@ class Agent:
                 raise _Interrupted
 
     def _loop_until(self, done: Callable[[], bool]) -> None:
-        """The loop of an attempt."""
         run = self._attempt
         while not done():
             run.turn(_TICK)
@@ -280,8 +280,6 @@ class Agent:
                 raise _Interrupted  # only the console is waited for, and the user does not want to
             self._attempt.stop(number, at_once=again)
 
-    # ---- the end
-
     def _end(
         self, exit_code: int, endings: list[Ending], verdict: Verdict | None, attempt: int, reason: str | None = None
     ) -> int:
@@ -295,13 +293,6 @@ class Agent:
             self._agent_lines.let_ranks_finish(lambda: bool(self._loop.signals) or self._signalled is not None)
             self._say(said, "cause" if verdict is None else "verdict")
         return exit_code
-
-    def _close(self) -> None:
-        with contextlib.suppress(OSError):  # the keeper is gone already
-            self._peers.close(self._exit_code)
-        self._console.close(timeout=None if self._signalled is None else 2.0)
-        self._record.close()
-        self._loop.close()
 
 
 class _Interrupted(Exception):

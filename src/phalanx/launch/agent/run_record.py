@@ -1,4 +1,4 @@
-"""What the agent leaves in the run directory: the order, what happened, how each rank ended, and why."""
+"""The files that the agent writes into the run directory: the order, the events, how each rank ended, and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RunRecord:
-    """One run on this node. ``say`` is told what cannot be written, which is no reason to stop a run."""
+    """The record of one run on this node. ``say`` prints what cannot be written, which never stops a run."""
 
     def __init__(self, directory: Path, say: Callable[[list[str]], None]) -> None:
         self._directory, self._say = directory, say
@@ -36,11 +36,11 @@ class RunRecord:
         self._stragglers: list[Mapping[str, object]] = []
 
     def note(self, kind: str, **fields: object) -> None:
-        """Into the event file."""
+        """Writes a line of the event file."""
         self._log.write(kind, **fields)
 
     def keep(self, name: str, content: object) -> None:
-        """A file of the run directory."""
+        """Writes a file of the run directory."""
         try:
             events.write_record(self._directory / name, content)
         except OSError as error:
@@ -60,7 +60,7 @@ class RunRecord:
         self.keep(events.RUN_FILE, content)
 
     def keep_straggler(self, fields: Mapping[str, object]) -> None:
-        """A rank that holds up the others, or no longer."""
+        """Records a rank that holds up the others, or no longer does."""
         self._stragglers.append(fields)
         self.note("straggler", **fields)
 
@@ -70,7 +70,7 @@ class RunRecord:
                 self.keep(f"error-{ending.rank}.json", ending.error)
 
     def keep_restart(self, attempt: int, reason: str, verdict: Verdict | None) -> None:
-        """``attempt``: the number of the next one."""
+        """Records why the next attempt, number ``attempt``, is begun."""
         why = messages.asdict(_failure(verdict))
         self._restarts.append(Restart(attempt=attempt, time=time.time(), reason=reason, **why))
         self.note("restarting", attempt=attempt, cause=reason)
@@ -85,11 +85,12 @@ class RunRecord:
         directory_of: Callable[[events.Ending], str | None] = lambda _: None,
         hang: HangRecord | None = None,
     ) -> None:
-        """
+        """Writes report.json.
+
         Args:
             said: the last lines on the console.
-            directory_of: the run directory of a rank on another node.
-            hang: for which the ranks were ended; it is the cause then.
+            directory_of: returns the run directory of a rank on another node.
+            hang: the hang for which the ranks were ended, if they were.
         """
         hosts: dict[str, list[events.Ending]] = {}
         for ending in endings:

@@ -1,4 +1,4 @@
-"""The messages between the agent and the two processes that help it: the zygote and the keeper."""
+"""The messages between the agent and its helpers, the zygote and the keeper."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Setup(Message, frozen=True):
     script_directory: str | None
     token: Name
     with_nodes: bool
-    """The keeper also speaks with other nodes."""
+    """The keeper also talks to other nodes."""
     secret: Name | None
     die_with: Annotated[int, Meta(ge=0, lt=1 << 31)]
-    """The process whose end is the zygote's, while it imports; 0 for none."""
+    """The process with which the zygote dies while it imports; 0 for none."""
 
 
 class Start(Message, frozen=True):
-    """Start a worker, with the descriptors that come along."""
+    """Start a worker; its descriptors are sent with the message."""
 
     worker: WorkerSpec
 
@@ -40,7 +40,7 @@ class Sweep(Message, frozen=True):
 
 
 class StartKeeper(Message, frozen=True):
-    """The keeper's channel, and its socket if it has one, come along."""
+    """Start a keeper; its channel, and its socket if it has one, are sent with the message."""
 
 
 Request = Start | SendSignal | Sweep | StartKeeper
@@ -76,7 +76,7 @@ class Exited(Message, frozen=True):
     exit_code: ExitCode | None
     signal: Signal | None
     memory: Count = 0
-    """Bytes that it had in memory at most, as the kernel says when it is over."""
+    """The most bytes that it had in memory, as the kernel reports them at its end."""
 
 
 class Swept(Message, frozen=True):
