@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from phalanx import bench, cli
+from phalanx import cli
+from phalanx.bench import commands
 from phalanx.launch import command as launch_command
 from phalanx.launch.remote import conductor
 from tests.contact import api_calls, command_lines
@@ -43,7 +44,7 @@ def stops_before_the_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(launch_command, "ZygoteClient", start)
     monkeypatch.setattr(conductor, "_Conductor", start)
-    monkeypatch.setattr(bench, "_run", lambda benchmark, argv: benchmark.parse(argv) and 0)
+    monkeypatch.setattr(commands, "run_until_interrupted", lambda _: 0)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     handler = signal.signal(signal.SIGALRM, too_long)
     yield
