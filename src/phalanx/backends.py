@@ -1,4 +1,4 @@
-"""Which backend a process group gets. This is the only module that loads `shm`.
+"""The backend of a process group and the device of a rank. This is the only module that loads `shm`.
 
 Under ``phalanx run`` a script on CPUs that asks for gloo, or for nothing, gets shm, which is many times as fast
 between the processes of one machine, and between machines sends less. ``--backend as-written`` leaves the script's own
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx import env, torch_compat
+from phalanx import argparser, env, torch_compat
 from phalanx.errors import UsageError
 from phalanx.status import layout, notices, own_page
 from phalanx.store import vote
@@ -115,6 +115,22 @@ def settle(asked: str | None, device: torch.device, world_size: int, timeout: fl
         there = [name for name, is_there in available.items() if is_there()]
         raise UsageError(f"backend {asked!r} is unknown; there are shm, {', '.join(there)}.")
     return asked
+
+
+def choose_device(asked: str | torch.device | None, local_rank: int) -> torch.device:
+    """Returns the device of a rank: ``asked``, or its GPU if there is one; makes a GPU torch's current one."""
+    import torch
+
+    fitting = "cuda" if torch.cuda.is_available() else "cpu"
+    device = argparser.device(asked if asked is not None else fitting)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or (device.index is not None and device.index >= count):
+        raise UsageError(f"device {device} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
+    index = device.index if device.index is not None else local_rank % count
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def require_shm() -> None:

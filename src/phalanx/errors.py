@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""The exceptions of phalanx, as one tree.
 
     PhalanxError                 the base: ``except px.PhalanxError`` catches everything phalanx raises on purpose
     ├── UsageError               a flag, argument or variable has a wrong value; the message names it
@@ -59,10 +59,10 @@ class StaleStore(JoinError):
 
 
 class ForeignData(PhalanxError):
-    """What was read from a store, a socket or a directory has not the form in which phalanx writes it."""
+    """Data from a store, a socket or a directory has not the form in which phalanx writes it."""
 
     reason = ""
-    """What is wrong with it, in a few words."""
+    """The problem in a few words."""
 
 
 class CheckpointError(PhalanxError):

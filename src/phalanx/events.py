@@ -67,7 +67,7 @@ class ErrorRecord(Record, frozen=True):
     traceback: Text
     exit_code: ExitCode
     note: Text = ""
-    """What the rank knows beyond the message, in a sentence or two."""
+    """Facts that the rank knows beyond the message, in a sentence or two."""
 
 
 class ThreadDeath(Record, frozen=True):
@@ -223,7 +223,7 @@ class ReportFile(Failure, frozen=True, kw_only=True):
     """The last lines on the console."""
     restarts: tuple[Restart, ...] = ()
     nodes: Mapping[str, NodeRanks] = {}
-    """By host."""
+    """The nodes by host."""
     stragglers: tuple[Mapping[str, object], ...] = ()
     """Each has ``said``, the line on the console, and what was measured."""
     ranks: tuple[Ending, ...] = ()

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from phalanx.events import Ending, Frame
 
 PACKAGE_ROOT = str(Path(__file__).parent) + os.sep
-"""How the paths of phalanx's own files begin. Every path that lies in the package is computed from it."""
+"""The beginning of the paths of phalanx's own files. Every path that lies in the package is computed from it."""
 SYS_PATH_ENTRY = os.path.dirname(PACKAGE_ROOT[:-1])  # noqa: PTH120
-"""What sys.path has to hold for this phalanx to be imported."""
+"""The entry that sys.path needs for this phalanx to be imported."""
 LAUNCHER = f"{PACKAGE_ROOT}launch{os.sep}"
 STANDARD = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 WIDTH = 160
 IN_ANOTHER_PROCESS = re.compile(r"Caught \S+ in (?P<where>.+)\.\n")
-"""How torch begins a message that holds the traceback of another process."""
+"""The beginning of a message of torch that holds the traceback of another process."""
 
 # A rank may run under another interpreter than we do, so its library is known by the look of its path as well.
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3\.\d+/")

@@ -131,7 +131,7 @@ def init(
     if not isinstance(store, dist.Store | None):
         raise UsageError(f"store is {argparser.shown(store)}; give a torch.distributed.Store, or leave it out.")
     situation = _settle(cluster.find(os.environ), rank, world_size)
-    place = _device(device, situation)
+    place = backends.choose_device(device, situation.local_rank)
     name = backends.settle(backend, place, situation.world_size, limit or _JOIN_TIMEOUT)
     meeting, where = _meet(situation, init_method, store, limit)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
@@ -205,7 +205,7 @@ def current() -> World:
     if _current is not None:
         return _current
     s = cluster.find(os.environ)
-    device = _device(None, s)
+    device = backends.choose_device(None, s.local_rank)
     if dist.is_initialized():
         s = _settle(s, dist.get_rank(), dist.get_world_size())
         shared = c10d.default_store()
@@ -235,21 +235,6 @@ def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situa
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     return replace(found, rank=rank, world_size=world_size, local_rank=rank, local_size=world_size, node=0, nodes=1)
-
-
-def _device(asked: str | torch.device | None, situation: Situation) -> torch.device:
-    import torch
-
-    fitting = "cuda" if torch.cuda.is_available() else "cpu"
-    device = argparser.device(asked if asked is not None else fitting)
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count()
-    if not torch.cuda.is_available() or (device.index is not None and device.index >= count):
-        raise UsageError(f"device {device} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
-    index = device.index if device.index is not None else situation.local_rank % count
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _meet(
@@ -284,7 +269,6 @@ def _meet(
 def _leave(world: World, *, in_order: bool) -> None:
     """Leaves the group. After an exception it waits for no rank: the closed connections inform the others."""
     global _current
-
     if _current is not world:
         return
     calls = [*_before_leaving]

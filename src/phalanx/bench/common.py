@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flags, its samples and their statistics, its tables and result files.
+"""The common part of every benchmark: its flags, its samples and their statistics, its tables and result files.
 
 It imports no torch: the process that starts the measured ones should cost nothing beside them.
 """
@@ -48,7 +48,7 @@ class Summary:
 
 
 def show(summary: Summary | None, unit: float = 1.0) -> str:
-    """As ``median (low–high)``, with about three digits of the median; empty for None."""
+    """The text ``median (low–high)``, with about three digits of the median; empty for None."""
     if summary is None:
         return ""
     size = abs(summary.median / unit)
@@ -73,11 +73,11 @@ class Row:
         return Summary.quartiles(values) if max(map(len, found), default=0) > 1 else Summary.extremes(values)
 
     def medians(self, contender: str) -> dict[int, float]:
-        """By repeat."""
+        """The median of each repeat."""
         return {each.repeat: statistics.median(each.values) for each in self.samples.get(contender, ()) if each.values}
 
     def ratio(self, over: str, under: str) -> Summary | None:
-        """Of the medians of each repeat, within which the noise was the same for all; with the extremes."""
+        """The ratio of the medians of each repeat, within which the noise was the same for all; with the extremes."""
         ones, others = self.medians(over), self.medians(under)
         return Summary.extremes([ones[repeat] / others[repeat] for repeat in ones if repeat in others])
 
@@ -163,7 +163,7 @@ def by_contender(
 
 
 def size_text(count: int) -> str:
-    """In units of 2**10 and 2**20 bytes; empty for 0."""
+    """A size as text, in units of 2**10 and 2**20 bytes; empty for 0."""
     if count < KB:
         return f"{count} B" if count else ""
     unit, name = (MB, "MB") if count >= MB else (KB, "KB")
@@ -235,7 +235,7 @@ KB and MB are 2^10 and 2^20 bytes."""
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured, and the tables that come of it."""
+    """A measurement, and the tables that are made of it."""
 
     name: str
     about: str | None  # what is measured and how: the help's text, and the page's

@@ -91,7 +91,7 @@ class Turns:
 
 
 def calls_of(size: int, most: int = 100, single_from: int = 2**20, together: int = 2**22) -> int:
-    """How many calls of this size make up a turn: enough to be warm, and no more than caches hold."""
+    """The number of calls of this size in a turn: enough to be warm, and no more than caches hold."""
     return 1 if size >= single_from else max(1, min(most, together // size))
 
 
@@ -100,7 +100,7 @@ def calls_of(size: int, most: int = 100, single_from: int = 2**20, together: int
 
 
 def pattern(calls: int, count: int) -> numpy.ndarray:
-    """What is common to all ranks: one row for each call."""
+    """The numbers that all ranks have in common: one row for each call."""
     return numpy.resize(numpy.arange(1, _PERIOD + 1, dtype=numpy.float32), (calls, count))
 
 
@@ -153,7 +153,7 @@ def agree(number: int) -> int:
 
 
 def all_reduce(groups: Groups, calls: int, size: int, with_limit: bool = False) -> Iterator[Contender]:
-    """By each group; ``with_limit``: and what no all_reduce can beat."""
+    """One contender for each group; ``with_limit``: and one that no all_reduce can beat."""
     plain = torch.from_numpy(pattern(calls, size // 4))
     source = plain * 2 ** dist.get_rank()  # in torch's own memory: numpy asks the kernel for large pages
     data = torch.empty_like(source)

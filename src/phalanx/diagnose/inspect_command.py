@@ -67,7 +67,7 @@ class View:
 
 
 Stacks = Callable[[Mapping[int, int], Path], Mapping[int, Sequence[Thread]]]
-"""From the processes of ranks, and the run directory, to their stacks."""
+"""Returns the stacks of ranks, given their processes and the run directory."""
 
 
 def main(argv: list[str], stacks_of: Stacks) -> int:

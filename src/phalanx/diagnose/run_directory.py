@@ -234,7 +234,7 @@ def _traces(directory: Path, known: Sequence[object]) -> tuple[RankTrace, ...]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether the process that writes this event file lives, whatever its pid and whoever has that by now."""
+    """True while the process that writes this event file lives, whatever its pid and whoever has that by now."""
     import fcntl  # not on Windows
 
     try:

@@ -1,4 +1,4 @@
-"""What the kernel and the operating system report of this machine and its processes."""
+"""Facts of the kernel and the operating system about this machine and its processes."""
 
 from __future__ import annotations
 

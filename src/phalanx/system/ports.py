@@ -61,7 +61,7 @@ def interface_addresses() -> dict[str, list[str]]:
 
 
 def owner(port: int) -> str:
-    """Who listens on ``port``, for a sentence: ``pid 4242 (python serve.py)``."""
+    """The process that listens on ``port``, for a sentence: ``pid 4242 (python serve.py)``."""
     import psutil
 
     try:

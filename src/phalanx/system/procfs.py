@@ -1,4 +1,4 @@
-"""What the kernel reports in /proc, as typed values. No other module reads there.
+"""The files of /proc as typed values. No other module reads there.
 
 A process may end between any two reads, and some files belong to other users: then a value is empty, never an error.
 """
@@ -44,7 +44,7 @@ class Stat:
 
 @dataclass(frozen=True)
 class ProcessFacts(Stat):
-    """What other files of /proc/PID add. What the kernel does not count is zero."""
+    """The fields that other files of /proc/PID add. What the kernel does not count is zero."""
 
     swapped: int
     queued: float

@@ -1,4 +1,4 @@
-"""How many bytes each TCP connection of this machine has moved, as netlink reports (what ``ss -ti`` shows).
+"""The bytes that each TCP connection of this machine has moved, by netlink (as ``ss -ti`` shows them).
 
 What a process sends and receives by a socket is not counted among what it reads and writes.
 """

@@ -1,5 +1,5 @@
-"""For tests of distributed code, ours and yours: functions on real ranks, the proof that a model may be split, and
-hosts on one machine.
+"""Tools for tests of distributed code, ours and yours: functions on real ranks, the proof that a model may be split,
+and hosts on one machine.
 
 Importing this imports no torch.
 """

@@ -137,7 +137,7 @@ class Node:
             self._forget()
 
     def _reap(self) -> None:
-        """As long as a child of ours is a zombie, its namespace is not gone."""
+        """Reaps our children: as long as one is a zombie, its namespace is not gone."""
         for program in self._programs:
             program.wait()
 
@@ -173,7 +173,7 @@ class VirtualNodes(Sequence[Node]):
         return len(self._nodes)
 
     def cut(self, node: int, direction: Literal["both", "in", "out"] = "both") -> None:
-        """What the node sends (``out``) or should receive (``in``) vanishes on the way; no connection is closed."""
+        """Drops everything that the node sends (``out``) or should receive (``in``); no connection is closed."""
         if direction not in ("both", "in", "out"):
             raise UsageError(f"a link has no direction {direction!r}; it is both, in or out.")
         self._links.cut(self._running(node), direction)

@@ -18,8 +18,8 @@ from phalanx.testing import namespaces
 _SECONDS_TO_ANSWER = 30.0  # it takes some milliseconds; a machine can be busy
 
 SECONDS_TO_END = 10.0
-"""Of what has been killed. Longer only if a child of ours on a node is a zombie that nobody reaps, because a Ctrl-C has
-interrupted its start: then its pid namespace remains until we end, with nothing alive in it."""
+"""Seconds until killed processes are gone. Longer only if a Ctrl-C has interrupted a start on a node and left a zombie
+there that nobody reaps: then its pid namespace remains until we end, with nothing alive in it."""
 
 
 def script(*arguments: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a check of the doctor is given, and what it returns."""
+"""The facts that a check of the doctor is given, and the finding that it returns."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def counted(count: int, what: str) -> str:
 
 
 def container_setting(facts: Facts, flag: str, setting: str) -> str:
-    """How more is given to a container: a flag of docker and podman, a setting of kubernetes."""
+    """The setting that gives more to a container: a flag of docker and podman, a setting of kubernetes."""
     if facts.container == "kubernetes":
         return f"in the pod's description {setting}"
     return f"{'podman' if facts.container == 'podman' else 'docker'} run {flag} …"

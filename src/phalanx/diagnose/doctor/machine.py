@@ -1,4 +1,4 @@
-"""What a machine has for its ranks: cores, memory, open files, processes, disk."""
+"""The resources of a machine for its ranks: cores, memory, open files, processes, disk."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def memory(facts: Facts) -> Judgement:
 
 
 def shared_memory(facts: Facts) -> Judgement:
-    """For the workers of a DataLoader. phalanx's own shared memory does not come from there."""
+    """The workers of a DataLoader need it. phalanx's own shared memory does not come from there."""
     found = facts.shared_memory
     if found is None:
         return error("not there", "mount -t tmpfs -o size=8G tmpfs /dev/shm")

@@ -1,4 +1,4 @@
-"""How a machine is reached: its name, interfaces, ports and clock, and the programs that start ranks elsewhere."""
+"""The ways to reach a machine: its name, interfaces, ports and clock, and the programs that start ranks elsewhere."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def read_clock() -> Clock:
 
 
 def host_name(facts: Facts) -> Judgement:
-    """Whether other machines can find this one by its name."""
+    """Checks that other machines can find this one by its name."""
     found = facts.network
     value = f"{found.host} is {', '.join(found.resolved)}"
     own = {address for each in found.interfaces for address in each.addresses}

@@ -113,7 +113,7 @@ def environment(facts: Facts) -> Judgement:
 
 
 def command(facts: Facts) -> Judgement:
-    """Whether the command `phalanx` starts this Python."""
+    """Checks that the command `phalanx` starts this Python."""
     here = facts.python
     this_one = f"{shlex.quote(here.executable)} -m phalanx"
     if here.command is None:
