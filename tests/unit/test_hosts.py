@@ -289,7 +289,7 @@ def run_secret() -> Iterator[None]:
 def test_messages_among_lines(run_secret: None) -> None:
     """In any pieces, behind a greeting, and behind a line that has no end; never what was not sealed, or twice."""
     hello = wire_protocol.Hello("3.11", "2.13.0", "1", 2, None, None, None, None)
-    first, said = wire_protocol.marked(hello, "n"), wire_protocol.Said("a\nb", "")
+    first, said = wire_protocol.marked(hello, "n"), wire_protocol.Lines("a\nb", "")
     message = wire_protocol.marked(said, "n")
     foreign = b'\x1ephalanx\x1e no\n\x1ephalanx\x1e[]\n\x1ephalanx\x1e{"ended": 0}\n'
     foreign += message + wire_protocol.marked(said, "another") + b"[rank 0] two"

@@ -15,7 +15,7 @@ __all__ = ["Situation", "find"]
 
 
 def find(environ: Mapping[str, str]) -> Situation:
-    """Returns what the innermost launcher says; without a launcher, ``python train.py`` is a world of one."""
+    """Returns the situation by the innermost launcher; without one, ``python train.py`` is a world of one."""
     for kind in (torchrun, slurm, openmpi):
         situation = kind.detect(environ)
         if situation is not None:

@@ -1,4 +1,4 @@
-"""What every kind of launcher says about a process, in one form."""
+"""The rank and node of a process, in one form for every kind of launcher."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the ranks of a run agree on through torch's store."""
+"""The protocols over torch's store: sign-in, vote, lead, gather, failure flag; `primitives.wait_for` is their wait."""

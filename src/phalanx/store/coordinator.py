@@ -1,4 +1,4 @@
-"""How ranks agree through the store alone, so that no collective of training is ever disturbed.
+"""Agreement of ranks through the store alone, so that no collective of training is ever disturbed.
 
 `publish`, `hand_in`, `collect` and `delete` never wait, so a background thread may call them: a wait would hold the
 connection to the store, which the training loop may need.

@@ -1,6 +1,6 @@
-"""What the protocols of this package have in common: typed values under a key, waiting for keys, missing ranks.
+"""The primitives of all protocols over the store: typed values under a key, waiting for keys, missing ranks.
 
-Whoever can reach a store can write to it, so a value is decoded with its type and bounds, or is an error.
+Every process that reaches a store can write to it, so a value is decoded with its type and bounds, or is an error.
 """
 
 from __future__ import annotations

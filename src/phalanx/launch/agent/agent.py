@@ -128,7 +128,7 @@ class Agent:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._judge.judge(endings, self._helper_loss)
             # What even SIGKILL has not ended still holds the run's memory, ports and devices.
-            is_last = attempt + 1 >= most or not self._peers.can_go_on or bool(self._zygote.left)
+            is_last = attempt + 1 >= most or not self._peers.can_restart or bool(self._zygote.left)
             if not is_last and (loop := self._judge.crash_loop(verdict, endings, bool(self._helper_loss))):
                 is_last = True
                 self._say([f"{loop}; the {most - attempt - 1} attempts left are not made"])
@@ -159,7 +159,7 @@ class Agent:
         self._attempt = run = AttemptRun(
             self._zygote, self._loop.selector, self._spec.shutdown_timeout, self._print_notice, self._record.note
         )
-        self._watchdogs.begin(self._peers.told_as(self._record.place), self._peers.exchange)
+        self._watchdogs.begin(self._peers.directory_label(self._record.place), self._peers.exchange)
         try:
             self._start_ranks(master, attempt)
             self._loop_until(lambda: run.all_exited)
@@ -242,7 +242,7 @@ class Agent:
 
     def _tell_stop(self) -> None:
         why = self._judge.why_stop(self._helper_loss, self._signalled)
-        self._peers.tell_stop(why, for_good=self._signalled is not None)
+        self._peers.stop_others(why, for_good=self._signalled is not None)
 
     def _continue_helpers(self, *, at_once: bool) -> None:
         for sentence in self._zygote.check_helpers(at_once=at_once):

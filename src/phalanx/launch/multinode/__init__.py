@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.launch.multinode.peers import Peers
     from phalanx.launch.spec.network import Route
 
-Loop = Callable[[Callable[[], bool]], None]
+RunUntil = Callable[[Callable[[], bool]], None]
 """Runs the agent's event loop until a condition is true."""
 
 
@@ -72,13 +72,13 @@ class SingleNode:
     stop_reason: str | None = None
     lost: dict[int, str] = {}  # noqa: RUF012 (it stays empty)
     name = "this node"
-    can_go_on = True
+    can_restart = True
 
     def __init__(self, keeper: Keeper, nproc: int) -> None:
         self._keeper = keeper
         self._placements = placements([nproc])
 
-    def meet(self, attempt: int, loop: Loop) -> int:
+    def meet(self, attempt: int, run_until: RunUntil) -> int:
         """Meets the other nodes, of which there are none."""
         return attempt
 
@@ -86,7 +86,7 @@ class SingleNode:
         """Returns the ranks and nodes of the run in a line; None for one node."""
         return None
 
-    def begin(self, attempt: int, loop: Loop) -> tuple[str, int]:
+    def begin(self, attempt: int, run_until: RunUntil) -> tuple[str, int]:
         """Begins an attempt. Returns the address of the workers' store."""
         self._keeper.fresh_store()
         assert self._keeper.address is not None
@@ -96,10 +96,10 @@ class SingleNode:
         """Returns the ranks of this node."""
         return self._placements
 
-    def tell_stop(self, why: str, *, for_good: bool) -> None:
+    def stop_others(self, why: str, *, for_good: bool) -> None:
         """Stops the other nodes, too; with ``for_good`` there is no other attempt."""
 
-    def settle(self, endings: list[Ending], loop: Loop) -> list[Ending]:
+    def settle(self, endings: list[Ending], run_until: RunUntil) -> list[Ending]:
         """Returns the ends of the ranks of all nodes."""
         return endings
 
@@ -111,7 +111,7 @@ class SingleNode:
         """Returns the run directory with a rank's log if it is on another node."""
         return None
 
-    def told_as(self, directory: str) -> str:
+    def directory_label(self, directory: str) -> str:
         """Returns the name of a directory of this node on the consoles of all nodes."""
         return directory
 

@@ -137,7 +137,7 @@ class ElasticRendezvous:
         return f"{text}{others}; start the same command on the others, or wait longer with --rdzv-timeout."
 
     def _sees_torchrun(self) -> bool:
-        """Without a secret only: anybody can write that key, and no agent of torchrun knows the secret."""
+        """Returns True for torchrun's key in the store, if the run has no secret, which torchrun could not know."""
         return secret.text() is None and self._store.check([f"torch.rendezvous.{self._own.run_id}"])
 
     def _why_closed(self) -> Exception:

@@ -53,7 +53,7 @@ class SealedBackend(RendezvousBackend):
         self._backend, self._key = backend, key
         self._last = 0
         self._lock = threading.Lock()
-        """Without it torch's threads could see each other's states in the wrong order."""
+        """One request at a time: torch's threads must see the states in their order."""
 
     @property
     def name(self) -> str:
@@ -116,19 +116,19 @@ def _decode(data: bytes) -> _TorchState:
     def node(found: _Node) -> _TorchNode:
         return ELASTIC_NODE.get()(found.addr, found.pid, found.local_id)
 
-    def moment(text: str) -> datetime:
+    def parse_time(text: str) -> datetime:
         found = datetime.fromisoformat(text)
         # torch compares it with its own times, which have a zone in newer versions; to mix both kinds is an error.
         if (found.tzinfo is not None) != hasattr(dynamic_rendezvous, "timezone"):
-            raise ValueError(f"{text!r} where a moment belongs")
+            raise ValueError(f"{text!r} where a time belongs")
         return found
 
     content = messages.decode(data, _State, _STORE)
     state = ELASTIC_STATE.get()()
     state.round, state.complete, state.closed = content.round, content.complete, content.closed
-    state.deadline = moment(content.deadline) if content.deadline is not None else None
+    state.deadline = parse_time(content.deadline) if content.deadline is not None else None
     state.participants = {node(found): rank for found, rank in content.participants}
     state.wait_list = set(map(node, content.wait_list))
     state.redundancy_list = set(map(node, content.redundancy_list))
-    state.last_heartbeats = {node(found): moment(at) for found, at in content.last_heartbeats}
+    state.last_heartbeats = {node(found): parse_time(at) for found, at in content.last_heartbeats}
     return state

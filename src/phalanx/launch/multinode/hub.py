@@ -160,7 +160,7 @@ class Hub(LinkThread):
                 self._send(one, protocol.NodeLost(node, text))
 
     def _begin_leaving(self, exit_code: int | None, deadline: float) -> None:
-        """After the end of a run the serving node stays until the others have left."""
+        """Informs the others. After the end of a run the serving node stays until they have left."""
         self._selector.unregister(self._listener)
         self._listener.close()
         members = set(map(id, self._members.values()))

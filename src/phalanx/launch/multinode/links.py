@@ -56,7 +56,7 @@ class Connection:
         """It has sent a message with a valid seal."""
         self.node: int | None = None
         """Its number in the round."""
-        self.heard_at = time.monotonic()
+        self.last_message_at = time.monotonic()
         self._nonce = os.urandom(_NONCE_BYTES)
         self._session: str | None = None
         self._out, self._in = bytearray(_GREETING + self._nonce), bytearray()
@@ -133,7 +133,7 @@ class Connection:
     def _open(self, sealed: bytes) -> LinkMessage:
         payload = messages.open_sealed(self._key(not self._is_hub), self._received, sealed, f"node {self.address}")
         self._received += 1
-        self.is_known, self.heard_at = True, time.monotonic()
+        self.is_known, self.last_message_at = True, time.monotonic()
         return messages.decode(payload, LinkMessage, f"node {self.address}")
 
 
@@ -191,7 +191,7 @@ class LinkThread:
     def _turn(self, now: float) -> None:
         if now - self._turned_at > _SUSPENDED:
             for connection in self._connections:
-                connection.heard_at = now
+                connection.last_message_at = now
         self._turned_at = now
         if now >= self._beat_at:
             self._beat_at = now + BEAT
@@ -199,7 +199,7 @@ class LinkThread:
                 connection.send(protocol.Beat())
         for connection in list(self._connections):
             self._flush(connection)
-            if now - connection.heard_at > SILENCE:
+            if now - connection.last_message_at > SILENCE:
                 self._drop(connection, f"there has been no sign of life for {SILENCE:g} s")
 
     def _add(self, connection: Connection) -> None:

@@ -16,7 +16,7 @@ from phalanx import secret
 from phalanx.errors import ForeignData, LaunchError
 from phalanx.events import Ending
 from phalanx.fd_channel import Channel
-from phalanx.launch.multinode import Loop, Note, RunOver, protocol
+from phalanx.launch.multinode import Note, RunOver, RunUntil, protocol
 from phalanx.launch.multinode.protocol import NodeInfo, Terms
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
 from phalanx.launch.spec.network import Route
@@ -94,12 +94,12 @@ class Peers:
         return self._now.stop.why if self._now.stop is not None else None
 
     @property
-    def can_go_on(self) -> bool:
+    def can_restart(self) -> bool:
         """Another attempt is possible. With a fixed number of nodes it needs all of them."""
         is_last = self._now.stop is not None and self._now.stop.for_good
         return not is_last and not self._is_cut_off and (self._is_elastic or not self.lost)
 
-    def meet(self, attempt: int, loop: Loop) -> int:
+    def meet(self, attempt: int, run_until: RunUntil) -> int:
         """Joins the other nodes. Returns the number of the attempt that they are about to begin."""
         if self._nodes is not None and not self._is_elastic:
             return attempt
@@ -107,7 +107,7 @@ class Peers:
         self.lost.clear()
         own = replace(self._own, attempt=attempt)
         self._send(protocol.Meet(own, *self._endpoint, self._is_elastic, self._terms))
-        loop(lambda: self._nodes is not None or bool(self.lost))
+        run_until(lambda: self._nodes is not None or bool(self.lost))
         if self._nodes is None:
             raise LaunchError("; ".join(self.lost.values()))
         return self._agreed
@@ -120,7 +120,7 @@ class Peers:
         nodes = f"{len(sizes)} node{'s' * (len(sizes) > 1)}"
         return f"{ranks} on {nodes} ({share}); this is node {self._own.node}"
 
-    def begin(self, attempt: int, loop: Loop) -> tuple[str, int] | None:
+    def begin(self, attempt: int, run_until: RunUntil) -> tuple[str, int] | None:
         """Returns the address of the workers' store; None if a node was lost before all knew it."""
         assert self._nodes is not None, "the nodes have met"
         for over in [number for number in self._attempts if number < attempt]:
@@ -129,7 +129,7 @@ class Peers:
         self.exchange = Exchange(self._own.node, self._server, range(len(self._nodes)), self.lost, self._publish)
         if self._own.node == 0:
             self._send(protocol.OpenMaster(attempt))
-        loop(lambda: self._now.master is not None or bool(self.lost))
+        run_until(lambda: self._now.master is not None or bool(self.lost))
         return self._now.master
 
     def places(self) -> list[Placement]:
@@ -137,12 +137,12 @@ class Peers:
         everyone = placements([info.nproc for info in self._nodes])
         return [place for place in everyone if place.node == self._own.node]
 
-    def tell_stop(self, why: str, *, for_good: bool) -> None:
+    def stop_others(self, why: str, *, for_good: bool) -> None:
         if not self._now.has_stopped and not self._is_cut_off:
             self._now.has_stopped = True
             self._send(protocol.Stop(self._attempt, why, for_good))
 
-    def settle(self, endings: list[Ending], loop: Loop) -> list[Ending]:
+    def settle(self, endings: list[Ending], run_until: RunUntil) -> list[Ending]:
         if self._is_cut_off:
             return endings
         known, nodes = self._now.endings, len(self._nodes or ())
@@ -152,7 +152,7 @@ class Peers:
         def is_settled() -> bool:
             return len(known.keys() | self.lost.keys()) >= nodes
 
-        loop(lambda: is_settled() or self._is_cut_off)
+        run_until(lambda: is_settled() or self._is_cut_off)
         return [ending for _, found in sorted(known.items()) for ending in found] if is_settled() else endings
 
     def log_of(self, ending: Ending) -> str | None:
@@ -160,7 +160,7 @@ class Peers:
             return None
         return next((f"{info.host}:{info.directory}" for info in self._nodes if info.host == ending.host), None)
 
-    def told_as(self, directory: str) -> str:
+    def directory_label(self, directory: str) -> str:
         return f"{self._own.host}:{self._own.directory}"
 
     def loss(self) -> str:

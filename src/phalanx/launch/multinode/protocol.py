@@ -20,7 +20,7 @@ NodeCount = Annotated[int, Meta(ge=1, lt=1 << 20)]
 
 
 class NodesMissing(JoinError):
-    """Not all nodes of a round have signed in."""
+    """A node of the round has not signed in."""
 
 
 class NodeInfo(Record, frozen=True):
@@ -63,10 +63,10 @@ _MUST_AGREE = {
 
 def disagreement(one: NodeInfo, other: NodeInfo) -> str | None:
     """Returns why two nodes cannot be in one run; None if they can."""
-    for name, (word, advice) in _MUST_AGREE.items():
+    for name, (label, advice) in _MUST_AGREE.items():
         ours, theirs = getattr(one, name), getattr(other, name)
         if ours != theirs:
-            return f"{one} has {word} {ours}, but {other} has {theirs}; {advice}."
+            return f"{one} has {label} {ours}, but {other} has {theirs}; {advice}."
     return None
 
 

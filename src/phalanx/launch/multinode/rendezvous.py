@@ -1,4 +1,4 @@
-"""How a node finds the serving node and signs in: the store holds the hub's address, the rest uses the connection.
+"""Finds the serving node and signs in there: the store holds the hub's address, the rest uses the connection.
 
 Anybody may write to the store, so the address is only tried: the process behind it has to know the run's secret.
 """

@@ -23,14 +23,14 @@ class AgentLines:
         """The console has written it; nothing waits for that."""
 
     def say(self, lines: Sequence[str], topic: Topic = "") -> None:
-        """Prints the lines here, or has the conductor print them. ``topic``: see `wire_protocol.Said`."""
+        """Prints the lines here, or has the conductor print them. ``topic``: see `wire_protocol.Lines`."""
         text = "\n".join(lines)
         if self._node is None:
             data = f"phalanx: {text}\n".encode(errors="replace")
         else:
-            from phalanx.launch.output.wire_protocol import Said, marked  # not needed without a conductor
+            from phalanx.launch.output.wire_protocol import Lines, marked  # not needed without a conductor
 
-            data = marked(Said(text, topic), self._node)
+            data = marked(Lines(text, topic), self._node)
         self._console.put(self, self._console.err, data, on_a_new_line=True)
 
     def say_one(self, text: str) -> None:

@@ -107,7 +107,7 @@ class Console:
         while view and fd not in self._gone:
             try:
                 view = view[os.write(fd, view) :]
-            except BlockingIOError:  # somebody made the descriptor non-blocking, which all its owners share
+            except BlockingIOError:  # another process that shares the descriptor has made it non-blocking
                 select.select([], [fd], [])
             except OSError:
                 self._gone.add(fd)  # nobody reads any more (`| head`, a closed terminal); the logs are still written

@@ -111,7 +111,7 @@ class Tail:
 class StackFilter:
     """Drops the C++ stacks that torch's store prints when its server is lost; the log keeps them.
 
-    Each survivor of a lost node would print 30 lines that say nothing more than the warning above them.
+    Each survivor of a lost node would print 30 lines that add nothing to the warning above them.
     """
 
     def __init__(self) -> None:

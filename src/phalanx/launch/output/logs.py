@@ -1,4 +1,4 @@
-"""From the pipes of the workers to a readable console and a log file for each rank.
+"""The output of the workers: from their pipes to a readable console and a log file for each rank.
 
 A worker has two pipes (stdout, stderr). Every byte goes to ``rank-N.log`` first. For the console the output is split
 into lines, which get the rank as a prefix if there are several ranks.

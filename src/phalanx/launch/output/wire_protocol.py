@@ -82,7 +82,7 @@ class Ended(Message, frozen=True):
     exit_code: ExitCode
 
 
-class Said(Message, frozen=True):
+class Lines(Message, frozen=True):
     """Lines for the console, which the conductor gets from every node."""
 
     text: Text
@@ -90,7 +90,7 @@ class Said(Message, frozen=True):
     """``announce``, ``signal`` (obeying one), ``cause`` and ``verdict`` (why the run ends), or none."""
 
 
-FromHost = Hello | Refused | Ended | Said
+FromHost = Hello | Refused | Ended | Lines
 
 
 def line(order: Order | Go | PassSignal) -> bytes:

@@ -215,7 +215,7 @@ class _Conductor:
                 self._end_by = time.monotonic()
             case wire_protocol.Ended(code):
                 connection.ended_with = code
-            case wire_protocol.Said(text, topic):
+            case wire_protocol.Lines(text, topic):
                 self._print_once(text, topic)
 
     def _print_once(self, text: str, topic: wire_protocol.Topic) -> None:

@@ -80,7 +80,7 @@ class HostConnection:
             self._outbox = self._outbox[os.write(self._stdin.fileno(), self._outbox) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it is ending; that comes as an event of its own
+        except BrokenPipeError:  # it is ending, which `poll` reports
             self._outbox = b""
 
     def beat(self) -> None:

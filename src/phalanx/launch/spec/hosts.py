@@ -106,7 +106,7 @@ def _unique(found: Iterable[tuple[Host, str]]) -> tuple[Host, ...]:
 
 
 def _check_flags(arguments: argparse.Namespace, count: int) -> None:
-    """Rejects flags that say how this machine meets the others: here one command starts them all."""
+    """Rejects flags for machines that are started one by one: here one command starts them all."""
     if arguments.nnodes not in (None, str(count)):
         raise UsageError(f"--nnodes {arguments.nnodes}, but {count} host(s) are given; leave out --nnodes.")
     for flag, given in (

@@ -43,9 +43,9 @@ class Host(Record, frozen=True):
     """One machine, and how many processes it gets."""
 
     name: str
-    """As it was given, without user and brackets."""
+    """The name as given, without user and brackets."""
     slots: int | None = None
-    """None for --nproc-per-node."""
+    """The number of its processes; None for --nproc-per-node."""
     user: str | None = None
 
     @property

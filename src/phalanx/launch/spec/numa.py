@@ -105,7 +105,7 @@ def gpu_nodes(gpus: Sequence[str], system: Path, dev: Path) -> list[int]:
                 f"--numa-binding: /sys does not show where GPU {gpu} is; name GPUs by their numbers in "
                 "CUDA_VISIBLE_DEVICES, or leave the flag out."
             )
-        # -1, where the firmware does not say: torch takes the first node.
+        # -1 where the firmware has no number: torch takes the first node.
         found.append(max(0, int(_text(paths[int(gpu)] / "numa_node") or 0)))
     return found
 
