@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from phalanx.bench.common import Benchmark
 
 _HELP = """\
 phalanx bench: measurements that can be repeated anywhere.
@@ -32,6 +28,6 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"there is no benchmark {argv[0]!r}; `phalanx bench --help` lists them.")
     from phalanx.bench.commands import run_until_interrupted
 
-    benchmark: Benchmark = importlib.import_module(f"phalanx.bench.{argv[0]}").BENCHMARK
+    benchmark = importlib.import_module(f"phalanx.bench.{argv[0]}").BENCHMARK
     settings = benchmark.parse(argv[1:])
     return run_until_interrupted(lambda: benchmark.run(settings))
