@@ -14,7 +14,7 @@ from phalanx.errors import UsageError
 
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table: who writes it, who reads it, and what it says."""
+    """One row of the table: who writes it, who reads it, and its meaning."""
 
     name: str
     meaning: str

@@ -63,8 +63,8 @@ class World:
         return dist.group.WORLD
 
     @property
-    def store(self) -> dist.Store | None:
-        """The key-value store all ranks share; None in a world of one."""
+    def store(self) -> Any:  # a dist.Store for every script that has joined, which need not check for None
+        """The key-value store that all ranks share; None before `init`."""
         return self._meeting.store if self._meeting else None
 
     @property

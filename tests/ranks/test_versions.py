@@ -100,7 +100,7 @@ def test_shm_by_name_says_which_torch_it_needs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "__version__", "2.7.1")
     with pytest.raises(UsageError, match=r"'shm' cannot be used: shm needs torch 2\.8 or newer, and this is 2\.7\.1;"):
         backends.require_shm()
-    wrapped = backends._noting(lambda *_: pytest.fail("torch does not know it"))
+    wrapped = backends._recording(lambda *_: pytest.fail("torch does not know it"))
     with pytest.raises(UsageError, match=r"shm needs torch 2\.8"):
         wrapped("shm")
 

@@ -13,8 +13,8 @@ from phalanx.system.procfs import ProcessFacts
 from phalanx.watchdog.straggler import straggler_detector
 
 _LOOP = tuple(PHASES[phase] for phase in OWN)
-_WORTH_A_WORD = 0.05
-"""How much slower the slowest rank must be; less is noise."""
+_NOTICEABLE = 0.05
+"""The share by which the slowest rank must be slower than the others; less is noise."""
 _WIDTH = 100
 _LONG_WAIT = 0.5
 """Seconds of waiting from which on the line of code is printed."""
@@ -194,7 +194,7 @@ def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], sec
     if found is None:
         return "" if len(rows) < 2 else "no rank can be called the slowest before all have made 20 steps"
     rank, lag = found
-    if lag.slower < _WORTH_A_WORD or lag.own - lag.usual < straggler_detector.NOTICEABLE / 10:
+    if lag.slower < _NOTICEABLE or lag.own - lag.usual < straggler_detector.NOTICEABLE / 10:
         return f"all ranks are about as fast: {straggler_detector.milliseconds(lag.usual)} of own work a step"
     slower = straggler_detector.percent(lag.slower)
     return f"slowest: rank {rank}, by {slower} ({straggler_detector.work(lag)}), in {straggler_detector.phases(lag)}"
