@@ -49,15 +49,18 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def interface_addresses() -> dict[str, list[str]]:
-    """The IPv4 and IPv6 addresses of each network interface of this machine."""
+def interface_addresses(*, with_scope: bool = False) -> dict[str, list[str]]:
+    """The addresses of each network interface of this machine, IPv4 first.
+
+    ``with_scope``: a link-local address of IPv6 keeps its ``%eth0``, without which nothing can be sent from it.
+    """
     import psutil
 
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: [entry.address.partition("%")[0] for entry in entries if entry.family in families]
-        for name, entries in psutil.net_if_addrs().items()
-    }
+    found: dict[str, list[str]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        own = [entry.address for kind in (socket.AF_INET, socket.AF_INET6) for entry in entries if entry.family == kind]
+        found[name] = own if with_scope else [address.partition("%")[0] for address in own]
+    return found
 
 
 def owner(port: int) -> str:

@@ -50,7 +50,7 @@ def own_address(store: dist.Store, nodes: Topology, hosts: Collection[str]) -> s
 
 def _address_of(interface: str, towards: str | None) -> str:
     """Returns the interface's address towards the store, or its first one, as gloo would."""
-    found = interface_addresses().get(interface, [])
+    found = interface_addresses(with_scope=True).get(interface, [])
     if not found:
         raise JoinError(f"GLOO_SOCKET_IFNAME is {interface!r}, but there is no such interface with an address.")
     return towards if towards in found else found[0]
