@@ -44,6 +44,8 @@ Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 """A duration, or a time since the epoch."""
 Name = Annotated[str, Meta(max_length=1_000)]
 """A host, a variable, a class: one line."""
+HostName = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:%_-]{1,255}$")]
+"""A host's name or address. It may be printed."""
 Text = Annotated[str, Meta(max_length=1 << 20)]
 
 

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from phalanx import messages, secret
+from phalanx.errors import ForeignData
 from phalanx.launch.multinode import hub, links, protocol
 from phalanx.launch.multinode.hub import Hub, Spoke
 from phalanx.launch.multinode.links import Connection, ServerLost
@@ -208,3 +209,12 @@ def record_of(nodes: Round) -> bytes:
 
 def frame(content: bytes) -> bytes:
     return struct.pack("!I", len(content)) + content
+
+
+def test_an_address_that_somebody_else_has_written() -> None:
+    """What cannot be a name is refused when it is read; what looks like one is not reached, and no thread dies."""
+    for address in ("\x1b[2J\x1b[31m", "host\nphalanx: all is well", "a b", ""):
+        with pytest.raises(ForeignData):
+            messages.decode(messages.encode({"address": address, "port": 9}), HubAddress, "the store")
+    for address in ("a..b", f"{'a' * 64}.b"):
+        assert "cannot be reached" in str(Rendezvous(lambda _: None)._try(HubAddress(address, 9), INFO))

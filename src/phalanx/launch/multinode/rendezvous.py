@@ -18,7 +18,7 @@ from phalanx.launch.multinode import protocol
 from phalanx.launch.multinode.hub import Hub, Spoke
 from phalanx.launch.multinode.links import Receiver, ServerLost
 from phalanx.launch.multinode.protocol import LinkMessage, NodeInfo, NodesMissing
-from phalanx.messages import Name, Port, Record
+from phalanx.messages import HostName, Port, Record
 from phalanx.store.primitives import read, write
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _SERVER_MARGIN = 5.0
 class HubAddress(Record, frozen=True):
     """The address of the serving node's hub."""
 
-    address: Name
+    address: HostName
     port: Port
 
 
@@ -107,8 +107,8 @@ class Rendezvous:
         """Returns the connection, or why there is none."""
         try:
             sock = socket.create_connection((hub.address, hub.port), _ANSWER_TIMEOUT)
-        except OSError as error:
-            why = f"{hub.address}:{hub.port} cannot be reached ({error.strerror or 'no answer'})"
+        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
+            why = f"{hub.address}:{hub.port} cannot be reached ({getattr(error, 'strerror', None) or 'no answer'})"
             return f"{why}; a firewall must let the nodes talk to each other on all ports"
         self._answers = SimpleQueue()
         spoke = Spoke(sock, own, self.receive)
