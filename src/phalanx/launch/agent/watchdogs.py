@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _SOON = 1.0
 """Seconds that ranks run before their progress is watched. A job that ends earlier is spared these imports."""
+_TO_REPORT = 5.0
+"""Seconds from a collective's timeout to the report of its error, at most, on a busy machine."""
 
 
 class Watchdogs:
@@ -41,8 +43,9 @@ class Watchdogs:
         self._attempt: AttemptRun | None = None
         self._failed: set[str] = set()
         """The watchdogs that have failed at some time."""
-        self.standing: HangRecord | None = None
-        """The verdict on ranks that stand still, as long as they do."""
+        self._stall: HangRecord | None = None
+        """The last verdict on ranks that stand still."""
+        self._stall_ended = math.inf
         self.hang: HangRecord | None = None
         """The verdict for which this attempt has to end."""
 
@@ -51,7 +54,7 @@ class Watchdogs:
 
         ``place``: the run directory as it is printed; ``exchange``: with the other nodes, if there are any.
         """
-        self.hang = self.standing = None
+        self.hang = self._stall = None
         self._place, self._exchange = place, exchange
         self._memory = MemoryWatchdog(self._counters)
         self._progress: tuple[PaceMonitor, PaceExchange, StallDetector] | None = None
@@ -98,7 +101,7 @@ class Watchdogs:
         for stalled in stall.announced():
             self._agent_lines.say(stalled.lines)
             self._record.note("stall", verdict=stalled.verdict)
-            self.standing = stalled.verdict
+            self._stall, self._stall_ended = stalled.verdict or self._stall, math.inf if stalled.verdict else now
             if stalled.kills:
                 self.hang = stalled.verdict
 
@@ -128,11 +131,16 @@ class Watchdogs:
         """The same, with what is known of their memory."""
         return self._memory.explain(endings)
 
+    @property
+    def standing(self) -> HangRecord | None:
+        """The verdict on ranks that stand still, and for a while after: who gives up moves before it reports that."""
+        return self._stall if time.monotonic() < self._stall_ended + _TO_REPORT else None
+
     def blame_stall(self, endings: Sequence[Ending]) -> str | None:
         """The stall for which ranks have given up waiting, in a sentence; None if none is known."""
-        if self.standing is None:
+        if (standing := self.standing) is None:
             return None
-        self.hang = self.standing
+        self.hang = standing
         first = min((one for one in endings if one.failed and not one.asked), key=lambda one: one.time, default=None)
         given_up = f"; rank {first.rank} has given up waiting" if first is not None else ""
         return f"{self.hang.headline}{given_up}"
