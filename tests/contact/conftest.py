@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 
 from phalanx.bench.commands import describe
-from tests.conftest import REPOSITORY, free_port, start
+from tests.conftest import REPOSITORY, start
 
 FULL = os.environ.get("CONTACT") == "full"
 collect_ignore = [] if FULL else ["test_frameworks.py"]
@@ -52,42 +50,6 @@ def beside_torchrun(tmp_path: Path) -> Beside:
     return run
 
 
-@pytest.fixture
-def beside_plain_torch(tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> Beside:
-    """As `beside_torchrun`, for a script; in `make test` with torchrun's variables in place of torchrun.
-
-    That and each of its ranks would import torch; those of `run_ranks` have it.
-    """
-
-    def run(script: str, timeout: float = 300) -> list[dict[str, Any]]:
-        left, _ = _run("phalanx", (script,), tmp_path, timeout)
-        if FULL:
-            theirs, _ = _run("torchrun", (script,), tmp_path, timeout)
-        else:
-            (plain := tmp_path / "plain").mkdir()
-            run_ranks(_be_rank_of_torchrun, 2, script, str(plain), free_port(), join_group=False, timeout=timeout)
-            theirs = _left_in(plain)
-        assert left == theirs
-        return left
-
-    return run
-
-
-def _be_rank_of_torchrun(rank: int, script: str, place: str, port: int) -> None:
-    for name in list(os.environ):
-        if name.startswith(("PHALANX_", "TORCHELASTIC_")):
-            del os.environ[name]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.argv = [script, place]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
-
-
-def _left_in(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(place.glob("rank-*.json"))]
-
-
 def _run(
     launcher: str, program: tuple[str, ...], directory: Path, timeout: float, tries: int = 3
 ) -> tuple[list[Any], list[str]]:
@@ -107,7 +69,7 @@ def _run(
     if process.returncode and launcher == "torchrun" and tries > 1:
         return _run(launcher, program, directory, timeout, tries - 1)
     assert process.returncode == 0, f"{launcher}: {out}{err}"
-    left = _left_in(place)
+    left = [json.loads(path.read_text()) for path in sorted(place.glob("rank-*.json"))]
     printed = {path.parent.name: path.read_text() for path in logs.glob("*/attempt_0/*/stdout.log")}
     assert sorted(printed) == ["0", "1"]
     return left, [text for _, text in sorted(printed.items())]

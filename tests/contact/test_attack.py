@@ -199,7 +199,8 @@ def own_address() -> str:
 TRAINING = """
 import time, torch, phalanx as px
 with px.init() as world:
-    state = px.State(model=torch.nn.Linear(4, 2))  # an optimizer would import torch's compiler
+    model = torch.nn.Linear(4, 2)
+    state = px.State(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
     with px.Checkpointer("checkpoints") as keeper:
         for step in range(3):
             time.sleep(0.3 * world.rank)  # what rank 0 says of its share stays in the store for so long

@@ -13,10 +13,10 @@ PROGRAM = Path(__file__).parent / "programs/ignite_train.py"
 
 
 @pytest.mark.long
-def test_ignite(beside_plain_torch: Beside, record_property) -> None:
+def test_ignite(beside_torchrun: Beside, record_property) -> None:
     """PyTorch-Ignite: auto_model, auto_optim, auto_dataloader, metrics."""
     record_property("version", "pytorch-ignite " + metadata.version("pytorch-ignite"))
-    first, second = beside_plain_torch(str(PROGRAM))
+    first, second = beside_torchrun(str(PROGRAM))
     assert first["is_ddp"]
     assert (first["backend"], first["sum"]) == ("gloo", 3.0)
     assert first["weights"] == second["weights"]

@@ -15,7 +15,7 @@ from tests.native.stress import AARCH64, SANITIZERS, run, why_no_aarch64
 def test_random_programs(kinds: tuple[str, ...], tmp_path: Path) -> None:
     for kind in kinds:
         for ranks in (2, 3, 5, 7):
-            assert "programs" in run(kind, ranks, 0.2, ranks, tmp_path), (kind, ranks)
+            assert "programs" in run(kind, ranks, 0.5, ranks, tmp_path), (kind, ranks)
 
 
 @pytest.mark.skipif(bool(why_no_aarch64()), reason=why_no_aarch64() or "")
