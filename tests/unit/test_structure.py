@@ -17,7 +17,7 @@ MOST_MODULES = 16
 
 LEAVES = set(
     """
-    argparser attempt cluster entry_point env errors events fd_channel messages native run_files secret
+    argparser attempt cluster devices entry_point env errors events fd_channel messages native run_files secret
     source_lines status store system torch_compat
     """.split()
 )
@@ -28,7 +28,7 @@ EDGES = {
     "bench": {"backends", "launch.process"},
     "checkpoint": {"checkpoint.storage", "world"},
     "checkpoint.storage": set(),
-    "cli": {"bench", "checkpoint", "diagnose", "diagnose.doctor", "launch", "watchdog.stall"},
+    "cli": {"bench", "checkpoint", "diagnose", "diagnose.doctor", "launch", "self_test", "watchdog.stall"},
     "comm": {"world"},
     "data": {"world"},
     "diagnose": {"failure", "watchdog.stall", "watchdog.straggler"},  # files and records, never live objects
@@ -46,6 +46,7 @@ EDGES = {
     "launch.spec": set(),
     "parallel": {"backends", "failure", "world"},
     "recorder": set(),
+    "self_test": {"phalanx"},  # as a script would
     "shm": {"shm.hierarchical", "shm.node"},
     "shm.hierarchical": {"shm.node"},
     "shm.node": set(),
@@ -152,8 +153,8 @@ def test_checkpoints_can_be_listed_without_torch() -> None:
         assert not imports_torch(SOURCE / "checkpoint" / f"{name}.py"), name
 
 
-MOST_LINES = 30_700
-"""Of Python in the package: never more without a reason, and the goal is 28,675."""
+MOST_LINES = 32_700
+"""Of Python in the package, 2,000 of them for GPUs: never more without a reason."""
 MOST_LINES_OF_A_MODULE = 300
 MOST_ANY = 150
 
