@@ -18,6 +18,7 @@ commands:
   phalanx report [RUN]              how a run ended and why, or what it is doing; default: the latest
   phalanx inspect [RUN]             what each rank of a run is doing now, and which one is slow
   phalanx doctor                    checks whether this machine is fit for training, and prints fixes
+  phalanx test                      runs a short job here, with the GPUs if there are any: what works?
   phalanx checkpoint ls PATH        list checkpoints; also `verify` and `export`
   phalanx bench launch              measure how fast jobs start, beside torchrun and others
   phalanx bench collectives         measure how fast ranks communicate, beside gloo and MPI
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _dispatch(command: str, arguments: list[str]) -> int:
     """Runs one command; each imports what it needs and nothing else."""
-    if command in ("run", "bench", "inspect"):
+    if command in ("run", "bench", "inspect", "test"):
         require_linux(f"phalanx {command}")
     match command:
         case "run":
@@ -46,6 +47,8 @@ def _dispatch(command: str, arguments: list[str]) -> int:
             from phalanx.checkpoint.command import main
         case "doctor":
             from phalanx.diagnose.doctor.command import main
+        case "test":
+            from phalanx.self_test.command import main
         case "report":
             from phalanx.diagnose.report_command import main
         case "inspect":

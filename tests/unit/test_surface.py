@@ -17,6 +17,7 @@ from phalanx import cli, env, errors, testing
 from phalanx.diagnose import inspect_command, report_command
 from phalanx.diagnose.doctor import command as doctor
 from phalanx.launch import flags
+from phalanx.self_test import command as self_test
 
 SOURCE = Path(phalanx.__file__).parent
 
@@ -96,6 +97,11 @@ def test_flags_of_doctor() -> None:
     assert names == {"-h", "--help", "--json", "--nproc-per-node", "--nproc_per_node"}
 
 
+def test_flags_of_test() -> None:
+    names = {name for action in self_test._parser()._actions for name in action.option_strings}
+    assert names == {"-h", "--help", "--json", "--nproc-per-node", "--nproc_per_node"}
+
+
 def test_flags_of_report() -> None:
     names = {name for action in report_command.parser()._actions for name in action.option_strings}
     assert names == {"-h", "--help", "--json"}
@@ -146,5 +152,5 @@ def test_importing_phalanx_imports_no_torch_and_changes_nothing() -> None:
 
 
 def test_the_help_names_every_command() -> None:
-    for command in ("run", "bench", "checkpoint", "doctor", "inspect", "report"):
+    for command in ("run", "bench", "checkpoint", "doctor", "inspect", "report", "test"):
         assert f"phalanx {command}" in cli._HELP

@@ -1,0 +1,1 @@
+"""`phalanx test`: a short real run on this machine that shows what works here."""
