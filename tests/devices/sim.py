@@ -2,7 +2,8 @@
 
 The host puts kernels into a queue and runs ahead; one thread runs them in order, on tensors of the CPU. As on a GPU, a
 failed kernel is noticed later, and every call after it fails too; memory can be exhausted; a kernel can be slow, or
-stuck. What a real device has and this one has not: a second index, strides that torch can see, pinned memory.
+stuck. What a real device has and this one has not: a second index, strides that torch can see, pinned memory, and of
+`torch.accelerator` what acts on a device (synchronize, memory): `torch.sim` has that.
 
 A tensor of "sim" has an empty storage; its `Buffer` hangs on the storage and holds the values. Views share the memory
 of the CPU's tensors, so that aliasing is right.

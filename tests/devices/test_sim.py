@@ -1,0 +1,50 @@
+"""The simulated device behaves as a GPU does, where the other tests depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.conftest import Outcome
+
+ALONE = """
+    import time
+
+    # Kernels are launched, and run later.
+    sim.device.delay = 0.05
+    began = time.perf_counter()
+    x = torch.ones(4, 4, device="sim")
+    y = (x @ x).sum()
+    launched = time.perf_counter() - began
+    event = torch.get_device_module("sim").Event()
+    event.record()
+    assert not event.query()
+    assert y.item() == 64.0
+    assert launched < 0.05 < time.perf_counter() - began, launched
+    assert event.query()
+    sim.device.delay = 0.0
+
+    # Memory can be exhausted, and comes back.
+    torch.sim.synchronize()
+    sim.device.memory = sim.device.allocated + 1000
+    try:
+        torch.empty(1000, device="sim")
+        raise SystemExit("no limit")
+    except torch.OutOfMemoryError as error:
+        assert "Tried to allocate 4000 bytes" in str(error)
+    torch.empty(100, device="sim")
+
+    # An error of a kernel is noticed later, and stays.
+    sim.device.fail("device-side assert triggered")
+    for _ in range(2):
+        try:
+            torch.sim.synchronize()
+            raise SystemExit("no error")
+        except torch.AcceleratorError as error:
+            assert "device-side assert triggered" in str(error)
+    print("as a GPU")
+"""
+
+
+def test_an_asynchronous_device(alone_on_sim: Callable[..., Outcome]) -> None:
+    outcome = alone_on_sim(ALONE)
+    assert (outcome.code, outcome.out) == (0, "as a GPU\n"), outcome
