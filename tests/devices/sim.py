@@ -9,12 +9,15 @@ A tensor of "sim" has an empty storage; its `Buffer` hangs on the storage and ho
 of the CPU's tensors, so that aliasing is right.
 """
 
+# torch's stubs lack torch._C._acc.
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 NAME = "sim"
+_DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
 Kernel = Callable[[], object]
 
 
@@ -39,27 +43,20 @@ class Buffer:
         device.allocated -= self._size
 
 
-class Device:
-    """The queue of kernels, and what a test can do to it."""
+class Stream(torch.Stream):
+    """A queue of kernels, which one thread runs in order."""
 
-    def __init__(self) -> None:
-        self.delay = 0.0
-        """Seconds that each kernel takes beside its arithmetic."""
-        self.memory = 1 << 40
-        self.allocated = 0
-        self.launched = self.completed = 0
-        self.error: str | None = None
-        self.generator = torch.Generator()
+    _count = 0
+
+    def __new__(cls, device: object = None, priority: int = 0) -> Stream:
+        number, cls._count = cls._count, cls._count + 1
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=_DEVICE_TYPE)
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self._running = threading.Event()
         self._running.set()
         self._queue: queue.SimpleQueue[Kernel] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    def launch(self, kernel: Kernel) -> None:
-        self.check()
-        self.launched += 1
-        delay = self.delay
-        self.enqueue(kernel if delay == 0 else lambda: (time.sleep(delay), kernel()))
 
     def enqueue(self, kernel: Kernel) -> None:
         """Without a check for errors, as events are recorded."""
@@ -68,11 +65,83 @@ class Device:
             self._thread.start()
         self._queue.put(kernel)
 
+    def _run(self) -> None:
+        while True:
+            kernel = self._queue.get()
+            self._running.wait()
+            try:
+                kernel()
+            except Exception as error:  # noqa: BLE001 (a device keeps its first error, whatever it was)
+                device.error = device.error or str(error)
+            device.completed += 1
+
     def synchronize(self) -> None:
-        done = threading.Event()
-        self.enqueue(done.set)
-        done.wait()
+        if self._thread is not None:
+            done = threading.Event()
+            self.enqueue(done.set)
+            done.wait()
+        device.check()
+
+    def wait_event(self, event: Event) -> None:
+        passed = event.passed  # the record before this call counts, as in CUDA
+        self.enqueue(passed.wait)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def hold(self) -> None:
+        """No kernel runs until `release`, as if one were stuck."""
+        self._running.clear()
+
+    def release(self) -> None:
+        self._running.set()
+
+
+class Device:
+    """The streams, and what a test can do to them."""
+
+    def __init__(self) -> None:
+        self.delay = 0.0
+        """Seconds that each kernel takes beside its arithmetic."""
+        self.memory = 1 << 40
+        self.allocated = 0
+        self.launched = self.completed = self.synchronized = 0
+        self.error: str | None = None
+        self.generator = torch.Generator()
+        self.default = Stream()
+        self.streams = [self.default]
+        """All that were used."""
+        self.shared: list[tuple[Buffer, int]] = []
+        """The memory that another stream uses than the one it was made on: what `record_stream` was told."""
+        self._current = threading.local()
+
+    @property
+    def current(self) -> Stream:
+        """The stream of this thread."""
+        return getattr(self._current, "stream", self.default)
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        if stream not in self.streams:
+            self.streams.append(stream)
+        self._current.stream = stream
+
+    def launch(self, kernel: Kernel) -> None:
         self.check()
+        self.launched += 1
+        delay = self.delay
+        self.current.enqueue(kernel if delay == 0 else lambda: (time.sleep(delay), kernel()))
+
+    def synchronize(self) -> None:
+        """Waits for all streams."""
+        self.synchronized += 1
+        for stream in self.streams:
+            stream.synchronize()
 
     def check(self) -> None:
         if self.error is not None:
@@ -93,21 +162,11 @@ class Device:
         self.launch(kernel)
 
     def hold(self) -> None:
-        """No kernel runs until `release`, as if one were stuck."""
-        self._running.clear()
+        """No kernel of the default stream runs until `release`, as if one were stuck."""
+        self.default.hold()
 
     def release(self) -> None:
-        self._running.set()
-
-    def _run(self) -> None:
-        while True:
-            kernel = self._queue.get()
-            self._running.wait()
-            try:
-                kernel()
-            except Exception as error:  # noqa: BLE001 (a device keeps its first error, whatever it was)
-                self.error = self.error or str(error)
-            self.completed += 1
+        self.default.release()
 
 
 device = Device()
@@ -117,25 +176,29 @@ class Event:
     """As torch.cuda.Event: it has happened when the queue has come to it."""
 
     def __init__(self, enable_timing: bool = False, **_: object) -> None:
-        self._passed = threading.Event()
-        self._passed.set()
+        self.passed = threading.Event()
+        self.passed.set()
         self._time = 0.0
 
-    def record(self, stream: object = None) -> None:
-        self._passed = passed = threading.Event()
+    def record(self, stream: Stream | None = None) -> None:
+        self.passed = passed = threading.Event()
 
         def kernel() -> None:
             self._time = time.perf_counter()
             passed.set()
 
-        device.enqueue(kernel)
+        (stream or device.current).enqueue(kernel)
 
     def query(self) -> bool:
         device.check()
-        return self._passed.is_set()
+        return self.passed.is_set()
 
     def synchronize(self) -> None:
-        self._passed.wait()
+        self.passed.wait()
+        device.check()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or device.current).wait_event(self)
 
     def elapsed_time(self, end: Event) -> float:
         return (end._time - self._time) * 1000.0
@@ -144,7 +207,7 @@ class Event:
 class DeviceModule:
     """What `torch.get_device_module("sim")` answers."""
 
-    Event = Event
+    Event, Stream = Event, Stream
     set_to: list[int] = []  # noqa: RUF012 (one module, one list)
     """Every device that somebody has chosen."""
 
@@ -173,8 +236,16 @@ class DeviceModule:
     def synchronize(self, index: object = None) -> None:
         device.synchronize()
 
-    def current_stream(self, index: object = None) -> Device:
-        return device
+    def current_stream(self, index: object = None) -> Stream:
+        return device.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, device.current = device.current, stream
+        try:
+            yield
+        finally:
+            device.current = before
 
     def manual_seed(self, seed: int) -> None:
         device.generator.manual_seed(seed)
@@ -224,7 +295,7 @@ def is_sim(value: object) -> bool:
 
 def buffer(tensor: Tensor) -> Buffer:
     """The values of a tensor of the device. To be read by a kernel."""
-    return tensor.untyped_storage().buffer  # type: ignore[attr-defined]
+    return tensor.untyped_storage().buffer
 
 
 def values(of: Buffer) -> Tensor:
@@ -235,7 +306,7 @@ def values(of: Buffer) -> Tensor:
 def _new(size: Sequence[int], dtype: torch.dtype, value: Tensor | None = None, *, is_view: bool = False) -> Tensor:
     tensor = torch._C._acc.create_empty_tensor(tuple(size), dtype)
     count = 0 if is_view else tensor.numel() * dtype.itemsize
-    tensor.untyped_storage().buffer = Buffer(count, value)  # type: ignore[attr-defined]
+    tensor.untyped_storage().buffer = Buffer(count, value)
     return tensor
 
 
@@ -311,14 +382,24 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     of = buffer(source)
     device.launch(lambda: target.copy_(values(of)))
     if not non_blocking:
-        device.synchronize()
+        device.current.synchronize()
     return target
 
 
 def _item(tensor: Tensor) -> object:
     of = buffer(tensor)
-    device.synchronize()
+    device.current.synchronize()
     return values(of).item()
+
+
+def _dropout(tensor: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """From the device's own generator; the CPU's operation would draw from the one of the host."""
+    kept = torch.empty_like(tensor).bernoulli_(1 - p) if train else torch.ones_like(tensor)
+    return tensor * kept / (1 - p if train else 1), kept.bool()
+
+
+def _record_stream(tensor: Tensor, stream: torch.Stream) -> None:
+    device.shared.append((buffer(tensor), stream.stream_id))
 
 
 def _in_lower_precision(op: Any) -> Callable[..., Any]:
@@ -346,6 +427,8 @@ for _name, _function in {
     "aten::empty_strided": _empty,
     "aten::_copy_from": _copy_from,
     "aten::_local_scalar_dense": _item,
+    "aten::native_dropout": _dropout,
+    "aten::record_stream": _record_stream,
 }.items():
     torch.library.impl(_name, "PrivateUse1")(_function)
 _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

@@ -5,6 +5,8 @@ that takes longer than the timeout ends the process from a watchdog's thread, by
 The exchange itself is gloo's.
 """
 
+# torch's stubs have the methods of a process group as Python calls them, not as a backend in Python has them.
+# pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false, reportCallIssue=false
 from __future__ import annotations
 
 import os
