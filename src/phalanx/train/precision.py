@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx import world as worlds
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,16 +26,17 @@ class autocast:
             amp.step(optimizer)
             optimizer.zero_grad()
 
-    ``dtype``: ``"bf16"``, ``"fp16"`` (GPUs only), or what fits the device: bf16 on CPUs and on GPUs that have it,
+    ``dtype``: ``"bf16"``, ``"fp16"`` (GPUs only), or what fits the device: bf16 on CPUs and on GPUs that compute in it,
     otherwise fp16. With ``enabled=False`` everything runs in full precision. With `px.accumulate`
-    call ``backward`` for every part, ``clip`` and ``step`` when a step is complete.
+    call ``backward`` for every part, ``clip`` and ``step`` when a step is complete. Several optimizers that share one
+    backward are given to one call: ``amp.step(first, second)``.
     """
 
     def __init__(self, dtype: str | torch.dtype | None = None, enabled: bool = True) -> None:
-        kind = worlds.current().device.type
-        self.dtype = _choose(dtype, kind)
-        self._kind, self._enabled = kind, enabled
-        self.scaler = torch.amp.GradScaler(kind, enabled=enabled and self.dtype is torch.float16)
+        device = worlds.current().device
+        self.dtype = _choose(dtype, device)
+        self._kind, self._enabled = device.type, enabled
+        self.scaler = torch.amp.GradScaler(device.type, enabled=enabled and self.dtype is torch.float16)
         """torch's own scaler; with bf16 it does nothing."""
         self._open: list[torch.autocast] = []
         self._unscaled: set[int] = set()
@@ -65,11 +67,21 @@ class autocast:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Calls optimizer.step(); with fp16 it is skipped if a gradient has overflowed, and the scale is adapted."""
-        self.scaler.step(optimizer)
+    def step(self, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
+        """Calls step() of each optimizer; with fp16 it is skipped for those whose gradients have overflowed.
+
+        The scale is adapted once, after the last: gradients that are not stepped yet would have had another scale.
+        """
+        stepped = {id(each) for each in (optimizer, *others)}
+        if left := self._unscaled - stepped:
+            raise UsageError(
+                f"clip() was called for {len(left)} optimizer(s) that this step() leaves out, and the scale changes "
+                "with it; give all optimizers of one backward to one call: amp.step(first, second)."
+            )
+        for each in (optimizer, *others):
+            self.scaler.step(each)
         self.scaler.update()
-        self._unscaled.discard(id(optimizer))
+        self._unscaled.clear()
 
     def state_dict(self) -> dict[str, object]:
         return self.scaler.state_dict()
@@ -79,13 +91,13 @@ class autocast:
             self.scaler.load_state_dict(state)
 
 
-def _choose(asked: str | torch.dtype | None, kind: str) -> torch.dtype:
+def _choose(asked: str | torch.dtype | None, device: torch.device) -> torch.dtype:
     if asked is None:
-        return torch.bfloat16 if kind == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
+        return torch.bfloat16 if accelerator.has_bf16(device) else torch.float16
     dtype = _DTYPES.get(asked) if isinstance(asked, str) else asked
     if dtype not in _DTYPES.values():
         raise UsageError(f"autocast(dtype={asked!r}) is unknown; give 'bf16' or 'fp16', or leave it out.")
-    if dtype is torch.float16 and kind == "cpu":
+    if dtype is torch.float16 and device.type == "cpu":
         raise UsageError("autocast(dtype='fp16'): on CPUs gradients would overflow without a scaler; use 'bf16'.")
     assert dtype is not None
     return dtype
