@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import io
 import json
 import math
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as px
 from phalanx import attempt
+from phalanx import world as worlds
 from phalanx.errors import UsageError
 from phalanx.status import own_page, reading
 from phalanx.status.page import StatusPage
@@ -268,6 +271,32 @@ def test_a_run_directory_gets_events_and_a_heartbeat(tmp_path: Path, monkeypatch
     assert (found.phase, found.step) == ("other", 3)
 
 
+class Encoding(collections.UserDict):
+    """As the BatchEncoding of transformers: no container that torch knows, with a `to` that returns the same object."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Encoding:
+        self.data = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.data.items()}
+        return self
+
+
+class Graph:
+    """As a batch of graphs that somebody has written: its `to` takes a device and nothing else."""
+
+    def __init__(self, nodes: torch.Tensor) -> None:
+        self.nodes = nodes
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.nodes.to(device))
+
+
+def test_batches_that_can_move_themselves_are_moved() -> None:
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 3)])
+    batches = [(Encoding(ids=torch.ones(4)), [Graph(torch.ones(2)), packed, "a name", None])]
+    for encoding, (graph, sequence, *others) in px.track(batches, device="meta", quiet=True):
+        assert encoding["ids"].device.type == graph.nodes.device.type == sequence.data.device.type == "meta"
+        assert others == ["a name", None]
+
+
 # ---- accumulate and autocast
 
 
@@ -337,6 +366,43 @@ def test_autocast_on_a_cpu() -> None:
     amp.load_state_dict(amp.state_dict())
     with px.autocast(enabled=False):
         assert layer(torch.ones(2, 4)).dtype is torch.float32
+
+
+def scaled_amp() -> px.autocast:
+    """As on a GPU without bfloat16: torch's scaler works on the CPU too."""
+    amp = px.autocast(enabled=False)
+    amp.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    return amp
+
+
+def test_one_step_of_two_optimizers_with_a_scaler() -> None:
+    amp = scaled_amp()
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    first, second = (torch.optim.SGD([weight], lr=1.0) for weight in weights)
+    for _ in range(2):
+        amp.backward(sum(weights, torch.zeros(1)).sum())
+        for optimizer in (first, second):
+            amp.clip(optimizer, max_norm=100.0)
+        with pytest.raises(UsageError, match=r"step\(first, second\)"):
+            amp.step(first)
+        amp.step(first, second)
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+    assert [weight.item() for weight in weights] == [-2.0, -2.0]
+    assert amp.scaler.state_dict()["_growth_tracker"] == 2, "one update for each step"
+
+
+def test_a_gpu_that_emulates_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A V100 or T4: torch.cuda.is_bf16_supported() is True there, and computing in it is slow."""
+    on_gpu = dataclasses.replace(worlds.current(), device=torch.device("cuda", 0))
+    monkeypatch.setattr(worlds, "current", lambda: on_gpu)
+    for is_native, dtype in ((False, torch.float16), (True, torch.bfloat16)):
+
+        def is_supported(including_emulation: bool = True, is_native: bool = is_native) -> bool:
+            return is_native or including_emulation
+
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+        assert px.autocast(enabled=False).dtype is dtype
 
 
 @pytest.mark.parametrize(("dtype", "text"), [("fp16", "use 'bf16'"), ("fp8", "'fp8'. is unknown")])

@@ -50,6 +50,11 @@ def tree_map_only(wanted: type[_T], function: Callable[[_T], object], tree: _S) 
     return _functions().tree_map_only(wanted, function, tree)
 
 
+def tree_map_where(wanted: Callable[[object], bool], function: Callable[[Any], object], tree: _S) -> _S:
+    """Returns the same nesting, with each object that is wanted replaced; containers that are wanted too."""
+    return _functions().tree_map(lambda leaf: function(leaf) if wanted(leaf) else leaf, tree, is_leaf=wanted)
+
+
 def tree_flatten(tree: object) -> tuple[list[object], Tree]:
     """Returns the objects in a nesting, and its shape for `tree_unflatten`."""
     return _functions().tree_flatten(tree)
@@ -64,17 +69,19 @@ def _functions() -> Any:
     """Returns torch's module, or the same functions for Python's own containers."""
     if PYTREE.get() is not None:
         return importlib.import_module(PYTREE.path)
-    return SimpleNamespace(tree_map_only=_map_only, tree_flatten=_flatten, tree_unflatten=_unflatten)
+    return SimpleNamespace(tree_map=_map, tree_map_only=_map_only, tree_flatten=_flatten, tree_unflatten=_unflatten)
 
 
-def _map(function: Callable[[Tree], Tree], tree: Tree) -> Tree:
+def _map(function: Callable[[Tree], Tree], tree: Tree, is_leaf: Callable[[Tree], bool] = lambda _: False) -> Tree:
     kind: Callable[..., Tree] = type(tree)
+    if is_leaf(tree):
+        return function(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*(_map(function, each) for each in tree))
+        return kind(*(_map(function, each, is_leaf) for each in tree))
     if isinstance(tree, dict):
-        return dict(zip(tree, (_map(function, each) for each in tree.values()), strict=True))
+        return dict(zip(tree, (_map(function, each, is_leaf) for each in tree.values()), strict=True))
     if kind in (list, tuple):
-        return kind(_map(function, each) for each in tree)
+        return kind(_map(function, each, is_leaf) for each in tree)
     return function(tree)
 
 

@@ -20,7 +20,7 @@ from phalanx.comm.order import seconds_in_collectives
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
 from phalanx.status import layout, own_page
-from phalanx.torch_compat.tensors import tree_map_only
+from phalanx.train.batch_copy import BatchCopy
 from phalanx.train.progress import ProgressExchange, ProgressLine, RankProgress, describe, take_logged
 
 _T = TypeVar("_T")
@@ -50,7 +50,8 @@ def track(
     Args:
         loader: a DataLoader, or anything that can be iterated over.
         epoch: its number; by default the passes over this loader are counted.
-        device: where the tensors of each batch are moved to, if anywhere.
+        device: where the tensors of each batch are moved to, if anywhere, and whatever else has a method ``to``. On a
+            GPU they are copied on a stream of their own, beside the kernels of the steps before.
         quiet: show no line.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
@@ -82,6 +83,7 @@ class Track(Generic[_T]):
         total = _batches(self._loader)
         reporter = _Reporter(self.epoch, total, self._quiet)
         sizes = _batch_sizes(self._loader, self._sampler)
+        copy = BatchCopy(self._device, self._loader) if self._device is not None else None
         self.batches_left = None if total is None else total + 1
         _running.append(self)
         try:
@@ -93,7 +95,7 @@ class Track(Generic[_T]):
                 if self.batches_left is not None:
                     self.batches_left -= 1
                 reporter.add_batch(count)
-                yield batch if self._device is None else _moved(batch, self._device)
+                yield batch if copy is None else copy(batch)
             reporter.end()
         finally:
             _running.remove(self)
@@ -239,7 +241,3 @@ def _length(batch: object) -> int:
     if isinstance(batch, list | tuple) and batch:
         return _length(batch[0]) if isinstance(batch[0], Tensor | Mapping | list | tuple) else len(batch)
     return 1
-
-
-def _moved(batch: _T, device: torch.device) -> _T:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
