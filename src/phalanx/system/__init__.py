@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from phalanx.errors import UsageError
 
@@ -15,6 +16,14 @@ def require_linux(what: str) -> None:
         raise UsageError(
             f"{what} needs Linux, and this is {name}: use {where}, or run the script alone (python train.py)."
         )
+
+
+def text(path: Path) -> str:
+    """A file of /sys, without the newline; empty where the kernel has none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def in_bytes(count: float) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx import system
 from phalanx.system import procfs
 
 ROOT = Path("/sys/fs/cgroup")
@@ -78,7 +79,7 @@ def binding(controller: str, root: Path, membership: Path) -> Iterator[Path]:
 
     Within a container its membership may name a path that only the host has.
     """
-    rows = [line.split(":", 2) for line in _read(membership).splitlines()]
+    rows = [line.split(":", 2) for line in system.text(membership).splitlines()]
     groups = {name: path for _, controllers, path in rows for name in controllers.split(",")}
     for base, path in ((root, groups.get("", "/")), (root / controller, groups.get(controller, "/"))):
         directory = base / path.lstrip("/")
@@ -107,7 +108,7 @@ def _memory_of(group: Path) -> tuple[int | None, int | None]:
 
 
 def _quota(group: Path) -> float | None:
-    words = _read(group / "cpu.max").split()
+    words = system.text(group / "cpu.max").split()
     if len(words) == 2:
         return None if words[0] == "max" else int(words[0]) / int(words[1])
     quota, period = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
@@ -116,17 +117,10 @@ def _quota(group: Path) -> float | None:
 
 def counters(path: Path) -> dict[str, int]:
     """The lines of a file such as ``memory.stat``; empty when it cannot be read."""
-    return procfs.counters(_read(path))
+    return procfs.counters(system.text(path))
 
 
 def number(path: Path) -> int | None:
     """The number in a file; None when there is no file, or another text such as ``max``."""
-    text = _read(path).strip()
+    text = system.text(path)
     return int(text) if text.lstrip("-").isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.launch.spec import device_count
+from phalanx.system import text
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
@@ -106,18 +107,18 @@ def gpu_nodes(gpus: Sequence[str], system: Path, dev: Path) -> list[int]:
                 "CUDA_VISIBLE_DEVICES, or leave the flag out."
             )
         # -1 where the firmware has no number: torch takes the first node.
-        found.append(max(0, int(_text(paths[int(gpu)] / "numa_node") or 0)))
+        found.append(max(0, int(text(paths[int(gpu)] / "numa_node") or 0)))
     return found
 
 
 def _is_gpu(path: Path) -> bool:
-    return _text(path / "vendor") == _NVIDIA and _text(path / "class").startswith(_DISPLAY)
+    return text(path / "vendor") == _NVIDIA and text(path / "class").startswith(_DISPLAY)
 
 
 def _nodes(system: Path, allowed: frozenset[int]) -> Nodes:
     nodes = {}
     for path in (system / "devices/system/node").glob("node[0-9]*"):
-        if path.name[4:].isdigit() and (cpus := _numbers(_text(path / "cpulist")) & allowed):
+        if path.name[4:].isdigit() and (cpus := _numbers(text(path / "cpulist")) & allowed):
             nodes[int(path.name[4:])] = frozenset(cpus)
     return nodes
 
@@ -127,20 +128,20 @@ def _cpu(system: Path, cpu: int) -> Path:
 
 
 def _socket(system: Path, cpu: int) -> int:
-    return int(_text(_cpu(system, cpu) / "topology/physical_package_id") or 0)
+    return int(text(_cpu(system, cpu) / "topology/physical_package_id") or 0)
 
 
 def _core(system: Path, cpu: int) -> int:
     """Returns the first CPU of the same physical core, as the number of the core."""
-    return min(_numbers(_text(_cpu(system, cpu) / "topology/thread_siblings_list")), default=cpu)
+    return min(_numbers(text(_cpu(system, cpu) / "topology/thread_siblings_list")), default=cpu)
 
 
 def _cache(system: Path, cpu: int) -> int:
     """Returns the first CPU with the same last-level cache, as the number of the cache."""
     levels = {}
     for path in (_cpu(system, cpu) / "cache").glob("index[0-9]*"):
-        if _text(path / "type") in ("Unified", "Data"):
-            levels[int(_text(path / "level") or 0)] = _numbers(_text(path / "shared_cpu_list"))
+        if text(path / "type") in ("Unified", "Data"):
+            levels[int(text(path / "level") or 0)] = _numbers(text(path / "shared_cpu_list"))
     return min(levels[max(levels)], default=cpu) if levels else 0
 
 
@@ -151,11 +152,3 @@ def _numbers(text: str) -> set[int]:
         first, _, last = part.partition("-")
         found.update(range(int(first), int(last or first) + 1))
     return found
-
-
-def _text(path: Path) -> str:
-    """Returns an empty text for a file that the kernel does not have."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
