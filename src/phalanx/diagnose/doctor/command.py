@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.argparser import Parser
-from phalanx.diagnose.doctor import machine, network, software, torch_build, torch_probe
+from phalanx.diagnose.doctor import gpus, machine, network, software, torch_build, torch_probe
 from phalanx.diagnose.doctor.finding import Facts, Finding, Judgement, Verdict, counted
 from phalanx.system import cgroups
 
-Check = Callable[[Facts], Judgement]
+Check = Callable[[Facts], Judgement | None]
 
 CHECKS: dict[str, Check] = {
     "system": software.system,
@@ -27,6 +27,12 @@ CHECKS: dict[str, Check] = {
     "numpy": torch_build.numpy,
     "backends": torch_build.backends,
     "devices": torch_build.devices,
+    "driver": gpus.driver,
+    "capability": gpus.capability,
+    "NCCL": gpus.nccl,
+    "GPU links": gpus.links,
+    "fabric": gpus.fabric_manager,
+    "persistence": gpus.persistence,
     "C library": torch_build.library,
     "cores": machine.cores,
     "threads": machine.threads,
@@ -34,14 +40,16 @@ CHECKS: dict[str, Check] = {
     "/dev/shm": machine.shared_memory,
     "open files": machine.open_files,
     "processes": machine.processes,
+    "memlock": machine.locked_memory,
     "disk": machine.disk,
     "host name": network.host_name,
     "interfaces": network.interfaces,
     "ports": network.ports,
+    "RDMA": network.rdma_ports,
     "clock": network.clock,
     "tools": network.tools,
 }
-"""The checks by name, in the order in which they are printed."""
+"""The checks by name, in the order in which they are printed. One that returns None does not concern the machine."""
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "error": "bold red", "info": "dim"}
 _DESCRIPTION = """\
@@ -80,6 +88,7 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
             asked_ranks=ranks,
             python=software.read_python(environ),
             gpus=torch_build.read_gpus(environ),
+            nvidia=gpus.ask_nvidia_smi(environ),
             cores=cgroups.cores(),
             omp_num_threads=environ.get("OMP_NUM_THREADS"),
             memory=machine.read_memory(allowed),
@@ -95,7 +104,7 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
 
 def examine(facts: Facts) -> list[Finding]:
     """The findings of all checks."""
-    return [Finding(name, *check(facts)) for name, check in CHECKS.items()]
+    return [Finding(name, *found) for name, check in CHECKS.items() if (found := check(facts)) is not None]
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

@@ -43,6 +43,8 @@ class Facts:
     python: Python
     torch: Torch
     gpus: SystemGpus
+    nvidia: dict[str, str]
+    """The answers of nvidia-smi."""
     cores: Cores
     omp_num_threads: str | None
     memory: Memory

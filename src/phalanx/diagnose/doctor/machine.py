@@ -18,6 +18,7 @@ _MEMORY_OF_TORCH = 512 << 20
 _SMALL_SHM, _TINY_SHM = 1 << 30, 64_000_000
 _SMALL_DISK, _TINY_DISK = 1 << 30, 100 << 20
 _FEW_FILES, _MANY_FILES = 1024, 65536
+_LOCKED_FOR_RDMA = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Limits:
     processes_used: int
     processes_by_container: bool
     """``processes`` is the container's limit, not the user's."""
+    locked_memory: int | None = None
+    """Bytes that a process may lock."""
 
 
 def read_memory(allowed: Allowance) -> Memory:
@@ -100,10 +103,11 @@ def read_limits(allowed: Allowance) -> Limits:
     files = limit(resource.RLIMIT_NOFILE)
     own = limit(resource.RLIMIT_NPROC)[0] if os.geteuid() else None  # root is not bound by its own
     used = _threads_of(os.getuid()) if own is not None else 0
+    locked = limit(resource.RLIMIT_MEMLOCK)[0] if os.geteuid() else None
     most, most_used = allowed.processes, allowed.processes_used
     if most is not None and (own is None or most - most_used < own - used):
-        return Limits(*files, most, most_used, True)
-    return Limits(*files, own, used, False)
+        return Limits(*files, most, most_used, True, locked)
+    return Limits(*files, own, used, False, locked)
 
 
 def _threads_of(user: int) -> int:
@@ -204,6 +208,18 @@ def processes(facts: Facts) -> Judgement:
     if limits.processes_by_container:
         advice = container_setting(facts, "--pids-limit -1", "podPidsLimit of the kubelet")
     return _graded(value, advice, limits.processes - limits.processes_used, 8 * facts.ranks, 32 * facts.ranks)
+
+
+def locked_memory(facts: Facts) -> Judgement | None:
+    """RDMA locks the memory that it sends from; nothing else of a run does."""
+    limit = facts.limits.locked_memory
+    if not facts.network.rdma:
+        return None
+    more = "as root a line `* - memlock unlimited` in /etc/security/limits.conf, then log in again"
+    if facts.container:
+        more = container_setting(facts, "--ulimit memlock=-1", "the limit of the container runtime")
+    value = "no limit" if limit is None else f"{in_bytes(limit)} at most"
+    return warning(value, f"too little for RDMA: {more}", limit is not None and limit < _LOCKED_FOR_RDMA)
 
 
 def disk(facts: Facts) -> Judgement:

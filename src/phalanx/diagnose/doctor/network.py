@@ -9,10 +9,12 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from phalanx.diagnose.doctor.finding import Facts, Judgement, error, having, info, ok, warning
 from phalanx.errors import LaunchError, PortBusy
 from phalanx.system import ports as system_ports
+from phalanx.system import text
 from phalanx.system.ports import is_loopback
 
 _TIMEX = struct.Struct("@Illlli")
@@ -44,6 +46,8 @@ class Network:
     """GLOO_SOCKET_IFNAME."""
     ports: dict[int, str | None] = field(default_factory=dict)
     """The process that holds each port; None when it is free."""
+    rdma: tuple[tuple[str, str, str, str], ...] = ()
+    """``mlx5_0:1``, ``4: ACTIVE``, ``InfiniBand`` or ``Ethernet``, ``200 Gb/sec (4X HDR)``."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,15 @@ def read_network(environ: Mapping[str, str]) -> Network:
         ),
         gloo_interface=environ.get("GLOO_SOCKET_IFNAME") or None,
         ports={port: holder(port) for port in _PORTS},
+        rdma=read_rdma(),
+    )
+
+
+def read_rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[tuple[str, str, str, str], ...]:
+    """The ports of InfiniBand and RoCE."""
+    return tuple(
+        (f"{port.parent.parent.name}:{port.name}", text(port / "state"), text(port / "link_layer"), text(port / "rate"))
+        for port in sorted(root.glob("*/ports/*"))
     )
 
 
@@ -150,6 +163,19 @@ def ports(facts: Facts) -> Judgement:
     states = [f"{port} {'free' if who is None else f'taken by {who}'}" for port, who in facts.network.ports.items()]
     advice = "phalanx run takes a free one by itself; where you give one (--master-port), give another"
     return warning(", ".join(states), advice, any(facts.network.ports.values()))
+
+
+def rdma_ports(facts: Facts) -> Judgement | None:
+    """InfiniBand and RoCE, which NCCL takes between machines."""
+    found = facts.network.rdma
+    if not found:
+        return info("none; between machines NCCL uses TCP") if facts.torch.gpus else None
+    kinds = [f"{'RoCE' if kind == 'Ethernet' else kind} {rate}" for _, state, kind, rate in found if state[:2] == "4:"]
+    value = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "none is active"
+    value += "".join(f"; {name} is {state.split(': ')[-1]}" for name, state, *_ in found if state[:2] != "4:")
+    if any(state[:2] == "2:" and kind == "InfiniBand" for _, state, kind, _ in found):
+        return warning(value, f"{_ALONE} INIT means no subnet manager; systemctl start opensm on one machine")
+    return warning(value, f"{_ALONE} look at cables and switch (ibstat, rdma link)", not kinds)
 
 
 def clock(facts: Facts) -> Judgement:

@@ -16,6 +16,7 @@ from phalanx.system import in_bytes, procfs
 _OLDEST_TORCH = torch_compat.as_text(torch_compat.OLDEST)
 _NUMPY = "'numpy>=1.26'"
 _SLOW_IMPORT = 20.0
+_FABRIC_MANAGER = "nv-fabricmanager"[:15]  # the kernel cuts the name of a process
 _NOT_ASKED = "not asked: first, torch has to be importable"
 
 
@@ -28,13 +29,18 @@ class SystemGpus:
     """Device files, one a GPU."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
+    has_fabric_manager: bool | None = None
+    """Whether nv-fabricmanager runs; None: there is no NVSwitch, and no need for it."""
 
 
 def read_gpus(environ: Mapping[str, str]) -> SystemGpus:
     driver = procfs.nvidia_driver()
     version = next((word for word in driver.split() if word[:1].isdigit()), None)
     nodes = [node for node in Path("/dev").glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdigit()]
-    return SystemGpus(version or driver or None, len(nodes), environ.get("CUDA_VISIBLE_DEVICES"))
+    visible, manager = environ.get("CUDA_VISIBLE_DEVICES"), None
+    if next(Path("/dev").glob("nvidia-nvswitch[0-9]*"), None) is not None:
+        manager = any(procfs.status(pid).get("Name") == _FABRIC_MANAGER for pid in procfs.processes())
+    return SystemGpus(version or driver or None, len(nodes), visible, manager)
 
 
 # ---- checks
@@ -73,7 +79,7 @@ def backends(facts: Facts) -> Judgement:
     if not found.backends:
         return error(value, f"this torch was built without them: {pip_install(facts)} --force-reinstall torch")
     advice = "GPUs are slow without nccl: install a build of torch with it"
-    return warning(value, advice, bool(found.gpus) and "nccl" not in there)
+    return warning(value, advice, bool(found.gpus and found.cuda) and "nccl" not in there)
 
 
 def devices(facts: Facts) -> Judgement:
@@ -81,11 +87,10 @@ def devices(facts: Facts) -> Judgement:
     found, seen = facts.torch, facts.gpus
     driver = f", driver {seen.driver}" if seen.driver else ""
     if found.gpus:
-        kinds = [f"{gpu.name} with {in_bytes(gpu.bytes)}" for gpu in found.gpus]
+        kinds = [f"{gpu.name} with {in_bytes(gpu.bytes)}" if gpu.bytes else gpu.name for gpu in found.gpus]
         counted = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
-        return ok(f"{counted}{driver}, CUDA {found.cuda}")
-    if found.accelerator:
-        return ok(found.accelerator)
+        is_amd = any(code.startswith("gfx") for code in found.architectures)
+        return ok(f"{counted}{driver}, {'ROCm' if is_amd else 'CUDA'} {found.cuda}" if found.cuda else counted)
     if seen.nodes:
         return _idle_gpus(facts, f"{seen.nodes} GPU{'s' * (seen.nodes > 1)}{driver}")
     if seen.driver:

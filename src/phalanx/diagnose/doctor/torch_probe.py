@@ -54,9 +54,8 @@ def about_torch():
     found["seconds"] = time.perf_counter() - started
     found["version"] = str(torch.__version__)
     import torch.distributed as dist
-    there = {"gloo": "is_gloo_available", "nccl": "is_nccl_available", "mpi": "is_mpi_available"}
     if dist.is_available():
-        found["backends"] = [name for name, asks in there.items() if getattr(dist, asks)()]
+        found["backends"] = list(filter(dist.is_backend_available, ("gloo", "nccl", "mpi", "xccl", "hccl")))
     found["cuda"] = torch.version.cuda or getattr(torch.version, "hip", None)
 
 def about_numpy():
@@ -69,11 +68,26 @@ def about_numpy():
 def about_gpus():
     import torch
     if found["cuda"]:
-        torch.cuda.init()
-        every = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        found["gpus"] = [{"name": gpu.name, "bytes": gpu.total_memory} for gpu in every]
-    elif hasattr(torch, "accelerator") and torch.accelerator.is_available():  # since 2.6
-        found["accelerator"] = str(torch.accelerator.current_accelerator())
+        found["architectures"] = torch.cuda.get_arch_list()
+        if "nccl" in found.get("backends", ()):
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    device = torch.accelerator.current_accelerator()
+    if not found["cuda"] and (device is None or not torch.accelerator.is_available()):
+        return
+    found["accelerator"] = device.type if device is not None else "cuda"
+    module = torch.get_device_module(found["accelerator"])
+    getattr(module, "init", int)()  # the error of a GPU that cannot be used says why
+    ask_properties = getattr(module, "get_device_properties", lambda index: None)
+    found["gpus"] = [
+        {"name": getattr(gpu, "name", device.type), "bytes": getattr(gpu, "total_memory", 0), "capability": kind(gpu)}
+        for gpu in map(ask_properties, range(torch.accelerator.device_count()))
+    ]
+
+def kind(gpu):
+    import torch
+    if torch.version.cuda:
+        return f"{gpu.major}.{gpu.minor}"
+    return gpu.gcnArchName.partition(":")[0] if torch.version.hip else None
 
 def about_library():
     from phalanx import torch_compat
@@ -96,8 +110,13 @@ os._exit(0)  # without the seconds that torch may take to shut down
 
 @dataclass(frozen=True)
 class Gpu:
+    """A device of any kind."""
+
     name: str
     bytes: int
+    """0: not known."""
+    capability: str | None = None
+    """``8.6`` of NVIDIA's, ``gfx90a`` of AMD's."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +134,16 @@ class Torch:
     numpy: str | None = None
     numpy_problem: str | None = None
     backends: tuple[str, ...] = ()
-    """Those of gloo, nccl and mpi that it was built with."""
+    """Those of gloo, nccl, mpi, xccl and hccl that it has."""
     cuda: str | None = None
     """The version of CUDA or ROCm that it was built for."""
     cuda_problem: str | None = None
     gpus: tuple[Gpu, ...] = ()
     accelerator: str | None = None
-    """Another kind of device, such as xpu."""
+    """The type of the devices, such as cuda or xpu."""
+    architectures: tuple[str, ...] = ()
+    """What torch has code for: ``sm_80``, ``gfx90a``."""
+    nccl: str | None = None
     library: str | None = None
     """Version and instructions of phalanx's C library."""
     library_problem: str | None = None
@@ -130,18 +152,20 @@ class Torch:
 @contextlib.contextmanager
 def started(environ: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
     """Starts the process, and kills it at the end of the block."""
-    with subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", _CODE, str(os.getpid()), SYS_PATH_ENTRY],
         env=dict(environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in a driver does not die
+            process.communicate(timeout=1)
 
 
 def answer(process: subprocess.Popen[str]) -> Torch:
