@@ -93,6 +93,20 @@ class OutOfMemory(Record, frozen=True):
     """The control group whose limit was reached; empty when it was the machine's own memory."""
 
 
+class DeviceError(Record, frozen=True):
+    """An error of an accelerator, or of a library that communicates between them, such as NCCL."""
+
+    headline: Text
+    is_consequence: bool = False
+    """Another rank is the cause."""
+    advice: Text = ""
+    """How to find the line of an error that is noticed late."""
+    awaited: Text = ""
+    """The collective that did not end in time, such as ``all_reduce #3``."""
+    waited: Seconds = 0.0
+    """The seconds that it was waited for."""
+
+
 class SharedMemory(Record, frozen=True):
     """How full /dev/shm was, in bytes."""
 
@@ -121,6 +135,8 @@ class Ending(Record, frozen=True):
     """The Python stack when native code crashed, innermost first, if the rank could still write it."""
     native: tuple[NativeFrame, ...] = ()
     """The native stack then, innermost first, if Python is new enough (3.14)."""
+    device_error: DeviceError | None = None
+    """The error of its device that ended it."""
     called: Frame | None = None
     """The line that called the collective in which it failed or was stopped, if it was in one."""
     memory: Count | None = None
@@ -144,12 +160,13 @@ class Ending(Record, frozen=True):
 
         The launcher may have stopped a rank that had failed by itself, if it learned of another failure first.
         """
-        was_stopped = self.error is not None and self.signal in (signal.SIGTERM, signal.SIGKILL)
+        has_failed = self.error is not None or self.device_error is not None
+        was_stopped = has_failed and self.signal in (signal.SIGTERM, signal.SIGKILL)
         if self.signal is not None and not was_stopped:
             return 128 + self.signal
         if self.error is not None:
             return self.error.exit_code or 1
-        return self.exit_code or 0
+        return self.exit_code or int(has_failed)
 
 
 # ---- the run

@@ -6,38 +6,35 @@ means that another rank has not come, so it is a consequence; an error of CUDA i
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Sequence
+
+from phalanx.events import DeviceError
 
 _TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+),"
     r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
 )
-_DEVICE = re.compile(r"(?:CUDA|HIP|XPU|NPU|SIM) error: (?P<text>[^\n]+)")
+_DEVICE = re.compile(r"(?P<kind>CUDA|HIP|XPU|NPU|SIM) error: (?P<text>[^\n]+)")
+_LATE = re.compile(
+    r"assert|illegal|misaligned|launch fail|launch timed out|ECC|program counter|stack error|unknown error"
+)
+"""Errors of kernels. The others, such as a missing device, are errors of the call that reports them."""
 _ASSERT = re.compile(r"(?P<file>[\w.]+\.(?:cu|cuh|hip)):(?P<line>\d+):.*?Assertion `(?P<check>.+?)` failed")
 _LAST_ERROR = re.compile(r"Last error:\s*\n(?P<text>[^\n]*\S)")
 _NCCL = re.compile(r"(?P<name>nccl[A-Z]\w+): ")
-_WHAT = re.compile(r"^\s*what\(\):\s+(?P<text>\S.*)")
+_WHAT = re.compile(r"^\s*what\(\):\s+(?P<text>\S.*)", re.MULTILINE)
+_OWN_MESSAGE = re.compile(r"(CUDA|HIP|XPU|NPU|SIM) error: |NCCL |\[(PG|Rank|\d)")
+"""How the message of an exception begins that is about nothing else."""
 _NOISE = re.compile(
     r"\s*frame #\d+: |.*Exception raised from .* \(most recent call first\):|<omitting python frames>"
     r"|.*destroy_process_group\(\) was not called|terminate called (after|recursively)|\s*$"
 )
 _OPS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather_into_tensor"}
 _CONSEQUENCES = ("ncclRemoteError", "ncclInProgress")
-LATE = (
-    "errors of a device are noticed late: the line may be another one; run again with CUDA_LAUNCH_BLOCKING=1 to find it"
-)
-
-
-class DeviceError(NamedTuple):
-    """One error of a device or of NCCL."""
-
-    headline: str
-    is_consequence: bool
-    """Another rank is the cause."""
-    is_late: bool = False
-    """It may have happened at an earlier line than where it was noticed."""
+_SYNCHRONOUS = {"CUDA": "CUDA_LAUNCH_BLOCKING=1", "HIP": "AMD_SERIALIZE_KERNEL=3", "NPU": "ASCEND_LAUNCH_BLOCKING=1"}
+"""The variable that makes a kind of device report an error at the line of its cause."""
 
 
 def is_noise(line: str) -> bool:
@@ -45,34 +42,42 @@ def is_noise(line: str) -> bool:
     return _NOISE.match(line) is not None
 
 
-def in_output(lines: Iterable[str]) -> DeviceError | None:
-    """The error that ended a process from C++, in its last lines; None if they show none."""
-    text = "\n".join(lines)
+def find(message: str, output: Sequence[str] = ()) -> DeviceError | None:
+    """The error of a device that ended a rank; None if it was of another kind.
+
+    Args:
+        message: that of the exception; empty if the process was ended from C++.
+        output: the last lines that it printed.
+    """
+    if message and not _OWN_MESSAGE.match(message):
+        return None
+    printed = "\n".join(output)
+    text = message or printed
     device = _DEVICE.search(text)
     if device is not None:
-        failed = _ASSERT.search(text)
+        failed = _ASSERT.search(printed) if "assert" in device["text"] else None
         check = f" ({failed['file']}:{failed['line']}: {failed['check']})" if failed else ""
-        return DeviceError(f"{device[0].rstrip('. ')}{check}", is_consequence=False, is_late=True)
+        return DeviceError(f"{device[0].rstrip('. ')}{check}", advice=_advice(device["kind"], device["text"]))
     timeout = _TIMEOUT.search(text)
     if timeout is not None:
-        op = _OPS.get(timeout["op"], timeout["op"].strip("_").lower())
+        awaited = f"{_OPS.get(timeout['op'], timeout['op'].strip('_').lower())} #{timeout['number']}"
         waited = int(timeout["limit"]) / 1000
-        return DeviceError(
-            f"{op} #{timeout['number']} did not end within {waited:g} s on all ranks", is_consequence=True
-        )
-    return in_message(text) or _uncaught(text)
+        headline = f"{awaited} did not end within {waited:g} s on all ranks"
+        return DeviceError(headline, is_consequence=True, awaited=awaited, waited=waited)
+    kind = _NCCL.search(text)
+    if kind is not None:
+        last = _LAST_ERROR.search(text)
+        headline = f"{kind['name']}: {last['text'].strip()}" if last else kind["name"]
+        return DeviceError(headline, is_consequence=kind["name"] in _CONSEQUENCES)
+    what = _WHAT.search(printed) if not message else None
+    return DeviceError(f"uncaught C++ exception: {what['text']}") if what is not None else None
 
 
-def in_message(message: str) -> DeviceError | None:
-    """NCCL's error in the message of an exception; None if it is of another kind."""
-    kind = _NCCL.search(message)
-    if kind is None:
-        return None
-    last = _LAST_ERROR.search(message)
-    is_consequence = kind["name"] in _CONSEQUENCES
-    return DeviceError(f"{kind['name']}: {last['text'].strip()}" if last else kind["name"], is_consequence)
-
-
-def _uncaught(text: str) -> DeviceError | None:
-    found = next(filter(None, map(_WHAT.match, text.splitlines())), None)
-    return DeviceError(f"uncaught C++ exception: {found['text']}", is_consequence=False) if found else None
+def _advice(kind: str, text: str) -> str:
+    if not _LATE.search(text):
+        return ""
+    name, _, value = _SYNCHRONOUS.get(kind, "").partition("=")
+    if os.environ.get(name):  # then it was noticed at once
+        return ""
+    how = f"; run again with {name}={value} to find it" if name else ""
+    return f"errors of a device are noticed late: the line may be another one{how}"

@@ -27,7 +27,10 @@ def failure_block(
     lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 3 if is_ours else 1)
     where = [f"rank {cause.rank} of {world_size}", f"host {host}", f"pid {cause.pid}"]
     is_crash = cause.signal is not None and cause.error is None
-    where.append(f"signal {cause.signal}" if is_crash else f"exit code {cause.status}")
+    if cause.asked and is_crash:
+        where.append("stopped by the launcher")
+    else:
+        where.append(f"signal {cause.signal}" if is_crash else f"exit code {cause.status}")
     where.append(f"{max(0.0, cause.time - started):.1f} s after the start")
     if attempts > 1:
         where.append(f"attempt {attempts}")
@@ -55,8 +58,10 @@ def failure_block(
 
 
 def headline(ending: Ending) -> str:
-    """Returns the reason in one line: the exception, the signal with its meaning, or the exit code."""
+    """Returns the reason in one line: the error of a device, the exception, the signal's meaning, or the exit code."""
     error = ending.error
+    if ending.device_error is not None:
+        return ending.device_error.headline
     if error is not None:
         if error.type == "SystemExit":
             return f"sys.exit({error.message})"

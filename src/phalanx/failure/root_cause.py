@@ -7,7 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.events import Ending, ErrorRecord, Frame
+from phalanx import messages
+from phalanx.events import DeviceError, Ending, ErrorRecord, Frame
+from phalanx.failure import device_errors
 from phalanx.failure.signal_meaning import gloo_mismatch
 
 # Errors of a rank that has lost another one. Such an error is never the cause if any other is known.
@@ -20,9 +22,10 @@ _CONSEQUENCES = re.compile(
     re.IGNORECASE,
 )
 _CONSEQUENCE_TYPES = (
-    *("DistNetworkError", "DistBackendError", "DistStoreError", "PeerFailed"),
+    *("DistNetworkError", "DistStoreError", "PeerFailed"),
     *("PeerLost", "CollectiveTimeout", "CollectiveAborted"),
 )
+_PERHAPS_CONSEQUENCES = ("RuntimeError", "OSError", "ConnectionError", "torch.distributed.DistBackendError")
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Warning)(: |$)")
 _SAME_MOMENT = 1.0  # for a signal to reach all nodes, and for clocks to differ
 
@@ -48,7 +51,11 @@ def is_consequence(error: ErrorRecord) -> bool:
         return True
     if error.message.startswith("Caught "):  # by a DataLoader's worker, which is not connected to other ranks
         return False
-    return error.type in ("RuntimeError", "OSError", "ConnectionError") and bool(_CONSEQUENCES.search(error.message))
+    return error.type in _PERHAPS_CONSEQUENCES and _blames_another(error.message, device_errors.find(error.message))
+
+
+def _blames_another(text: str, found: DeviceError | None) -> bool:
+    return (found is not None and found.is_consequence) or bool(_CONSEQUENCES.search(text))
 
 
 def final_report(ending: Ending) -> str:
@@ -59,7 +66,10 @@ def final_report(ending: Ending) -> str:
 
 def is_victim(ending: Ending) -> bool:
     """True if a rank ended only because another one was lost."""
-    return ending.error is not None and is_consequence(ending.error)
+    if ending.error is not None:
+        return is_consequence(ending.error)
+    found = ending.device_error
+    return found is not None and _blames_another(found.headline, found)
 
 
 def failed_before(signal: float, endings: Sequence[Ending]) -> bool:
@@ -78,14 +88,15 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
     failures = sorted((ending for ending in endings if ending.failed), key=lambda ending: ending.time)
     # A process that the kernel kills may take a while to end: the other ranks may have been stopped before that.
     by_themselves = [ending for ending in failures if not ending.asked or ending.out_of_memory] or failures
-    causes = [ending for ending in by_themselves if ending.error is None or not is_consequence(ending.error)]
+    causes = [ending for ending in by_themselves if not is_victim(ending)]
     killed = [ending for ending in causes if ending.out_of_memory]
-    cause = (killed or causes or by_themselves)[0]
+    missing = [] if causes else _missing(by_themselves, endings)
+    cause = (killed or causes or missing or by_themselves)[0]
     sides = _sides(cause, failures)
     own_side = sides.pop(cause.called, [])
     # A rank that is stopped at the moment in which it fails by itself is no victim either.
     same = (ending.rank for ending in failures if not is_victim(ending) and _is_alike(ending, cause))
-    alike = tuple(sorted({*own_side, *same} - {cause.rank}))
+    alike = tuple(sorted({*own_side, *same, *(ending.rank for ending in missing)} - {cause.rank}))
     not_victims = {cause.rank, *alike, *itertools.chain(*sides.values())}
     victims = tuple(sorted(ending.rank for ending in failures if ending.rank not in not_victims))
     left_early = ()
@@ -93,6 +104,19 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
         left_early = tuple(ending.rank for ending in endings if not ending.failed and not ending.asked)
     elsewhere = tuple((frame, tuple(sorted(ranks))) for frame, ranks in sides.items() if frame is not None)
     return Verdict(cause, victims, alike, left_early, elsewhere)
+
+
+def _missing(timed_out: Sequence[Ending], endings: Sequence[Ending]) -> list[Ending]:
+    """Returns the ranks that the others have waited for: those that were stopped while they were in no collective.
+
+    Empty if a rank ended for another reason than a timeout of its device's collective.
+    """
+    first = timed_out[0]
+    if first.device_error is None or any(not one.device_error or not one.device_error.awaited for one in timed_out):
+        return []
+    waited = f"for which rank {first.rank} waited {first.device_error.waited:g} s"
+    error = DeviceError(f"it has not come to {first.device_error.awaited}, {waited}")
+    return [messages.replace(one, device_error=error) for one in endings if one.asked and one.called is None]
 
 
 def _sides(cause: Ending, failures: Sequence[Ending]) -> dict[Frame | None, list[int]]:
@@ -112,9 +136,13 @@ def _sides(cause: Ending, failures: Sequence[Ending]) -> dict[Frame | None, list
 
 
 def _is_alike(one: Ending, other: Ending) -> bool:
-    """True for the same exception or crash from the same line, and for ranks of one host that ran out of memory."""
+    """True for the same exception or crash from the same line, the same error of a device, and ranks of one host that
+    ran out of memory.
+    """
     if one.out_of_memory or other.out_of_memory:
         return one.out_of_memory is not None and other.out_of_memory is not None and one.host == other.host
+    if one.device_error is not None and one.device_error == other.device_error:  # noticed at any line
+        return True
     if one.error is None and other.error is None and one.signal is None and other.signal is None:
         return one.exit_code == other.exit_code and final_report(one) == final_report(other) != ""
     if one.error is None or other.error is None:

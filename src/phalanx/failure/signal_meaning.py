@@ -61,6 +61,8 @@ def explanation(ending: Ending) -> list[str]:
     """Returns the sentences below the headline: what else is known, and what helps."""
     error = ending.error
     told = [error.note] if error is not None and error.note else []
+    if ending.device_error is not None and ending.device_error.advice:
+        told.append(ending.device_error.advice)
     if ending.out_of_memory is not None:
         if error is not None:
             told.append(f"its process {ending.out_of_memory.pid} was {_killed_for_memory(ending)}")

@@ -103,12 +103,16 @@ class RankProcess:
 
     @property
     def is_victim(self) -> bool:
-        """Whether its error says no more than that another rank went away."""
-        if self.error is None:
+        """Whether its error, or what it has printed before it crashed, says only that another rank went away."""
+        has_crashed = self.exited is not None and (self.exited.signal == signal.SIGABRT or self.exited.exit_code)
+        if self.error is None and not has_crashed:
             return False
-        from phalanx.failure.root_cause import is_consequence  # a healthy run needs nothing of failure
+        from phalanx.failure import root_cause  # a healthy run needs nothing of failure
 
-        return is_consequence(self.error)
+        if self.error is not None:
+            return root_cause.is_consequence(self.error)
+        self._read_output()
+        return root_cause.is_victim(self.ending())
 
     def set_exited(self, exited: Exited) -> None:
         self.exited = exited
@@ -120,10 +124,14 @@ class RankProcess:
             return False
         from phalanx.failure.signal_meaning import gloo_mismatch
 
+        self._read_output()
+        return gloo_mismatch(self.ending()) is not None
+
+    def _read_output(self) -> None:
+        """Reads what it has printed just before its end: the reason, perhaps."""
         for pipe in self.pipes:
             if not pipe.ended:
-                pipe.read()  # it has printed the reason just before
-        return gloo_mismatch(self.ending()) is not None
+                pipe.read()
 
     def ending(self) -> events.Ending:
         """Returns how it ended; only after it has exited and its pipes are read to the end."""
@@ -140,19 +148,26 @@ class RankProcess:
             tail=self._tail.lines(_TAIL_LINES),
             host=socket.gethostname(),
         )
-        return self._with_crash(ending) if self.exited.signal else ending
+        return self._explained(ending) if ending.failed else ending
 
-    def _with_crash(self, ending: events.Ending) -> events.Ending:
-        from phalanx.failure import crash_dump
+    def _explained(self, ending: events.Ending) -> events.Ending:
+        """Adds what its last output, and the dump of a crash, say about a failure."""
+        from phalanx.failure import crash_dump, device_errors
+        from phalanx.failure.signal_meaning import gloo_mismatch
 
-        # A script that has enabled faulthandler itself gets the dump on its standard error.
-        dump = (self._crash_dump or self._tail.data).decode(errors="replace")
-        return messages.replace(
-            ending,
-            tail=crash_dump.without_dump(self._tail.lines(_MOST_LINES))[-_TAIL_LINES:],
-            crash=crash_dump.python_frames(dump),
-            native=crash_dump.native_frames(dump),
-        )
+        printed = self._tail.lines(_MOST_LINES)
+        if ending.signal:
+            # A script that has enabled faulthandler itself gets the dump on its standard error.
+            dump = (self._crash_dump or self._tail.data).decode(errors="replace")
+            printed = crash_dump.without_dump(printed)
+            frames, native = crash_dump.python_frames(dump), crash_dump.native_frames(dump)
+            ending = messages.replace(ending, crash=frames, native=native)
+        shown = tuple(line for line in printed if not device_errors.is_noise(line))[-_TAIL_LINES:]
+        ending = messages.replace(ending, tail=shown)
+        if gloo_mismatch(ending) is not None or (ending.error is None and ending.signal not in (None, signal.SIGABRT)):
+            return ending
+        message = ending.error.message if ending.error is not None else ""
+        return messages.replace(ending, device_error=device_errors.find(message, printed))
 
     def close(self) -> None:
         """Everything is read: writes the traceback to the end of the log and closes all descriptors."""

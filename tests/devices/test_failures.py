@@ -1,0 +1,70 @@
+"""Failures of ranks on the simulated device: the cause, the victims, and what is said of an asynchronous error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import Outcome
+
+JOIN = 'px.init(device="sim:0", backend="simccl", timeout={})'
+
+
+def report(directory: Path) -> dict[str, object]:
+    [found] = directory.glob("runs/2*/report.json")
+    return json.loads(found.read_text())
+
+
+def test_a_sticky_error_of_one_device(on_sim: Callable[..., Outcome], tmp_path: Path) -> None:
+    ran = on_sim(f"""
+        with {JOIN.format(60)} as world:
+            x = torch.ones(4, device=world.device)
+            if world.rank == 1:
+                sim.device.fail("an illegal memory access was encountered")
+            torch.distributed.all_reduce(x)
+            print(x.sum().item())
+    """)
+    assert "phalanx: rank 1 failed: SIM error: an illegal memory access was encountered\n" in ran.err
+    assert "errors of a device are noticed late: the line may be another one\n" in ran.err
+    assert "  rank 0 fell with it" in ran.err
+    found = report(tmp_path)
+    assert (ran.code, found["cause"]["rank"], found["victims"]) == (1, 1, [0])  # type: ignore[index]
+
+
+def test_who_is_missing_when_the_watchdog_of_a_group_aborts(on_sim: Callable[..., Outcome], tmp_path: Path) -> None:
+    ran = on_sim(
+        f"""
+        import time
+        with {JOIN.format(1)} as world:
+            x = torch.ones(4, device=world.device)
+            if world.rank == 1:
+                time.sleep(60)
+            torch.distributed.all_reduce(x)
+            print(x.sum().item())
+        """,
+        *("--shutdown-timeout", "1"),
+    )
+    assert "phalanx: rank 1 failed: it has not come to all_reduce #1, for which rank 0 waited 1 s\n" in ran.err
+    assert "  rank 0 fell with it" in ran.err
+    found = report(tmp_path)
+    assert (ran.code, found["cause"]["rank"], found["victims"]) == (1, 1, [0])  # type: ignore[index]
+
+
+def test_a_failure_is_reported_before_a_slow_abort(on_sim: Callable[..., Outcome]) -> None:
+    """The group's watchdog ends the rank while it aborts; the others hear of the exception."""
+    ran = on_sim(
+        f"""
+        import time
+        with {JOIN.format(1)} as world:
+            x = torch.ones(4, device=world.device)
+            if world.rank == 1:
+                time.sleep(60)
+            torch.distributed.all_reduce(x)
+            world.group.abort_takes = 60.0
+            raise ValueError("no such label")
+        """,
+        *("--shutdown-timeout", "1"),
+    )
+    assert "phalanx: rank 0 failed: ValueError: no such label\n" in ran.err
+    assert "  rank 1 fell with it" in ran.err

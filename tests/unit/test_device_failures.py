@@ -1,0 +1,203 @@
+"""What is said after a failure on GPUs: the cause, its victims, and what the driver knows."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import messages
+from phalanx.events import Ending, ErrorRecord, Frame, HangRecord
+from phalanx.failure import failure_text
+from phalanx.failure.root_cause import find_cause, is_consequence, is_victim
+from phalanx.launch.agent.failure_judge import FailureJudge
+from phalanx.launch.agent.rank_process import RankProcess
+from phalanx.launch.agent.watchdogs import Watchdogs
+from phalanx.launch.multinode import SingleNode
+from phalanx.launch.output.line_splitter import Tail
+from phalanx.launch.process.zygote_messages import Exited
+from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
+from tests.unit.test_devices import DUPLICATE, REMOTE
+
+# The form of each is that of the public reports named beside it; the numbers and paths are made up.
+STACK = "".join(
+    f"frame #{number}: c10d::ProcessGroupNCCL::{name} + 0x{number}d2 (0x7f3b6e71a8d2 in /opt/conda/lib/python3.11/"
+    "site-packages/torch/lib/libtorch_cuda.so)\n"
+    for number, name in enumerate(("WorkNCCL::checkTimeout(std::optional<long>)", "watchdogHandler()", "run()", "x()"))
+)
+WATCHDOG = f"""\
+epoch 3 loss 0.25
+[rank1]:[E1117 02:07:08.408271257 ProcessGroupNCCL.cpp:685] [Rank 1] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=9141, OpType=_ALLGATHER_BASE, NumelIn=19008, NumelOut=152064, Timeout(ms)=600000) ran for 600020 \
+milliseconds before timing out.
+[rank1]:[E1117 02:07:08.465150152 ProcessGroupNCCL.cpp:2252] [PG ID 0 PG GUID 0(default_pg) Rank 1]  failure detected \
+by watchdog at work sequence id: 9141 PG status: last enqueued work: 9142, last completed work: 9140
+[rank1]:[E1117 02:07:08.465150152 ProcessGroupNCCL.cpp:734] [Rank 1] Some NCCL operations have failed or timed out. \
+Due to the asynchronous nature of CUDA kernels, subsequent GPU operations might run on corrupted/incomplete data.
+[rank1]:[E1117 02:07:08.465150152 ProcessGroupNCCL.cpp:748] [Rank 1] To avoid data inconsistency, we are taking the \
+entire process down.
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with exception: [Rank 1] \
+Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9141, OpType=_ALLGATHER_BASE, NumelIn=19008, \
+NumelOut=152064, Timeout(ms)=600000) ran for 600020 milliseconds before timing out.
+Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:632 (most recent call \
+first):
+{STACK}
+Exception raised from ncclCommWatchdog at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1709 (most recent \
+call first):
+{STACK}
+"""  # sgl-project/sglang#1693, huggingface/open-r1#620, instructlab/training#520
+ILLEGAL = f"""\
+step 12
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 PG GUID 0(default_pg) Rank 2] Process group watchdog thread terminated with exception: CUDA error: \
+an illegal memory access was encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+
+Exception raised from c10_cuda_check_implementation at ../c10/cuda/CUDAException.cpp:43 (most recent call first):
+{STACK}
+"""  # InternLM/lmdeploy#3258, vllm-project/vllm#9308
+NOT_DESTROYED = (
+    "[rank0]:[W1117 10:00:00.1 ProcessGroupNCCL.cpp:1524] Warning: WARNING: destroy_process_group() was not called "
+    "before program exit, which can leak resources."
+)  # huggingface/open-r1#620
+ABORTED = (
+    "NCCL communicator was aborted on rank 3.  Original reason for failure was: [Rank 3] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=10, OpType=BROADCAST, Timeout(ms)=1800000) ran for 1805457 milliseconds"
+)  # zai-org/GLM-130B#132, mlfoundations/open_clip#1087
+CLOSED = """\
+NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:219, unhandled system error, NCCL version 2.18.1
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+socketProgress: Connection closed by remote peer node7<51159>
+"""  # NVIDIA/nccl#1235
+CUDA_CALL = """\
+NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, unhandled cuda error (run with NCCL_DEBUG=INFO for \
+details), NCCL version 2.20.5
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 1 'invalid argument'
+"""  # NVIDIA/nccl#1410
+BACKEND = "torch.distributed.DistBackendError"
+
+
+def ended(
+    rank: int,
+    output: str,
+    number: int | None = signal.SIGABRT,
+    code: int | None = None,
+    error: ErrorRecord | None = None,
+) -> Ending:
+    """The end of a rank that has printed this, as the agent sees it."""
+    tail = Tail()
+    tail.add(output.encode())
+    process = RankProcess(placements([4])[rank], tail=tail)
+    process.error = error
+    process.set_exited(Exited(rank, 100 + rank, code, number))
+    try:
+        return process.ending()
+    finally:
+        process.close()
+
+
+def raised(rank: int, moment: float, kind: str, message: str, output: str = "") -> Ending:
+    frames = (Frame("/elsewhere/train.py", 7, "step", "loss.backward()"),)
+    error = ErrorRecord(rank, 100 + rank, moment, kind, message, frames, "Traceback …", 1)
+    return ended(rank, output, None, 1, error)
+
+
+def block_of(*endings: Ending) -> list[str]:
+    return failure_text.failure_block(find_cause(endings), world_size=4, host="h", started=0.0, log="/x/rank.log")
+
+
+def test_an_abort_by_nccls_watchdog_is_a_victim() -> None:
+    """It is the rank that has waited. What has kept another from coming is the cause."""
+    waited = messages.replace(ended(1, WATCHDOG), time=1.0)
+    assert is_victim(waited)
+    verdict = find_cause([waited, raised(0, 2.0, "ValueError", "x")])
+    assert (verdict.cause.rank, verdict.victims) == (0, (1,))
+    [line, *_] = block_of(waited)
+    assert line == "rank 1 failed: all_gather_into_tensor #9141 did not end within 600 s on all ranks"
+
+
+def test_who_has_not_come_to_a_collective_is_the_cause() -> None:
+    """No rank has failed by itself: those that gave up waiting have ended, and the last one was stopped then."""
+    waited = [messages.replace(ended(rank, WATCHDOG), time=1.0 + rank) for rank in (0, 1)]
+    here = Frame("/elsewhere/train.py", 9, "step", "all_reduce(x)")
+    waits = Ending(2, 102, 12.0, signal=signal.SIGTERM, asked=True, called=here)
+    missing = Ending(3, 103, 12.0, signal=signal.SIGTERM, asked=True)
+    verdict = find_cause([*waited, waits, missing])
+    assert (verdict.cause.rank, verdict.victims, verdict.cause.status) == (3, (0, 1, 2), 1)
+    block = block_of(*waited, waits, missing)
+    assert block[0] == "rank 3 failed: it has not come to all_gather_into_tensor #9141, for which rank 0 waited 600 s"
+    assert "stopped by the launcher" in block[1]
+    # If all were in a collective, nobody can be named.
+    assert find_cause([*waited, waits]).cause.rank == 0
+
+
+def test_a_verdict_on_a_stall_stands_when_the_watchdog_aborts(tmp_path: Path) -> None:
+    nothing: Any = None
+    spec = LaunchSpec(Program("script", "train.py"))
+    watchdogs = Watchdogs(spec, tmp_path, nothing, nothing, lambda: None)
+    watchdogs._stall = HangRecord("rank 3 is stuck in a read of /data")
+    judge = FailureJudge(tmp_path, None, nothing, watchdogs, SingleNode.__new__(SingleNode))
+    missing = Ending(3, 103, 12.0, signal=signal.SIGTERM, asked=True)
+    assert judge.judge([ended(1, WATCHDOG), missing], []) == (
+        None,
+        "rank 3 is stuck in a read of /data; rank 1 has given up waiting",
+    )
+
+
+@pytest.mark.parametrize("code", [None, 1])
+def test_an_error_of_cuda_is_the_cause_and_the_headline(code: int | None) -> None:
+    failed = ended(2, ILLEGAL, None if code else signal.SIGABRT, code)
+    assert not is_victim(failed)
+    verdict = find_cause([messages.replace(ended(1, WATCHDOG), time=1.0), messages.replace(failed, time=2.0)])
+    assert (verdict.cause.rank, verdict.victims) == (2, (1,))
+    block = "\n".join(block_of(failed))
+    assert block.startswith("rank 2 failed: CUDA error: an illegal memory access was encountered\n")
+    assert "the line may be another one; run again with CUDA_LAUNCH_BLOCKING=1" in block
+    assert "step 12" in block
+    assert "frame #" not in block
+
+
+def test_the_lines_of_cpp_take_no_room() -> None:
+    ending = ended(0, f"epoch 3\n{NOT_DESTROYED}\n", None, 1)
+    assert ending.tail == ("epoch 3",)
+    assert not any(line.startswith(("frame #", "Exception raised")) for line in ended(1, WATCHDOG).tail)
+
+
+def test_what_follows_last_error_is_the_headline() -> None:
+    alike = [raised(rank, 1.0 + rank, BACKEND, DUPLICATE) for rank in (0, 1)]
+    verdict = find_cause(alike)
+    assert (verdict.cause.rank, verdict.alike, verdict.victims) == (0, (1,), ())
+    expected = "ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10"
+    assert block_of(*alike)[0] == f"rank 0 failed: {expected}"
+    verdict = find_cause([raised(0, 1.0, BACKEND, REMOTE), raised(1, 2.0, BACKEND, CUDA_CALL)])
+    assert (verdict.cause.rank, verdict.victims) == (1, (0,))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (REMOTE, True),
+        (ABORTED, True),
+        (CLOSED, True),
+        (
+            "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key "
+            "'0', but store->get('0') got error: wait timeout after 600000ms",
+            True,
+        ),
+        (DUPLICATE, False),
+        (CUDA_CALL, False),
+        ("NCCL error in: ../NCCLUtils.hpp:181, unhandled cuda error, NCCL version 21.0.3", False),
+    ],
+)
+def test_which_errors_of_nccl_are_consequences(text: str, expected: bool) -> None:
+    error = raised(0, 1.0, BACKEND, text).error
+    assert error is not None
+    assert is_consequence(error) == expected
