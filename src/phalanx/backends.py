@@ -10,15 +10,18 @@ gloo. `name_of` returns the real one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx import argparser, env, torch_compat
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.status import layout, notices, own_page
 from phalanx.store import vote
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 _TIMEOUT = 1800.0
 """Seconds that torch waits for all ranks by default."""
 _KEEP = "(--backend as-written keeps gloo)"
+_TO_ABORT = 2.0
+"""Seconds that a rank waits for the abort of its groups."""
 _installed = False
 
 
@@ -225,6 +230,22 @@ def _becomes_shm(asked: str | None, arguments: Mapping[str, Any]) -> bool:
     if size != env.integer(os.environ, "WORLD_SIZE"):  # a world of the script's own making may not be on one machine
         return False
     return choose(asked, size, _TIMEOUT if limit is None else limit.total_seconds()) == "shm"
+
+
+def abort(device: torch.device, seconds: float = _TO_ABORT) -> None:
+    """Leaves all groups without the other ranks; in a thread, because it may wait for a device for a long time."""
+    call = c10d.ABORT.get()
+    if call is None:
+        return
+
+    def run() -> None:
+        with contextlib.suppress(Exception):  # the reason for leaving is the one to be told
+            accelerator.module(device).set_device(device)  # that of a new thread is 0, where it would make a context
+            call()
+
+    thread = threading.Thread(target=run, name="phalanx-abort", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _has_gpus() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx import argparser, backends, cluster, torch_compat
 from phalanx.cluster import Situation
 from phalanx.cluster.situation import check_rank
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
+from phalanx.status import notices
 from phalanx.store import tcp_store
 from phalanx.store.join import Claim, Meeting, leave_store, meet, open_store, url_of
 from phalanx.torch_compat import c10d
@@ -82,6 +84,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and accelerator.serves(self.device):
+            notices.leave_with(error)
         _leave(self, in_order=kind is None)
 
 
@@ -219,8 +223,6 @@ def current() -> World:
 
 def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situation:
     """Arguments override the launcher's values; ranks that are given by hand are taken to be on one machine."""
-    from dataclasses import replace
-
     if rank is None and world_size is None:
         return found
     if rank is None:
@@ -289,10 +291,8 @@ def _destroy(world: World, *, in_order: bool) -> None:
 
     if not dist.is_initialized():
         return
-    if not in_order and world.device.type == "cuda":
-        abort = c10d.ABORT.get()
-        if abort is not None:
-            abort()  # an orderly end would wait for kernels that never finish
+    if not in_order and accelerator.serves(world.device):
+        backends.abort(world.device)  # an orderly end would wait for kernels that never finish
         return
     meeting = world._meeting
     if in_order and meeting is not None and world.size > 1:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from phalanx import messages
+from phalanx import backends, messages
 from phalanx.events import Ending, ErrorRecord, Frame, HangRecord
 from phalanx.failure import failure_text
 from phalanx.failure.root_cause import find_cause, is_consequence, is_victim
@@ -19,6 +22,7 @@ from phalanx.launch.multinode import SingleNode
 from phalanx.launch.output.line_splitter import Tail
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
+from phalanx.torch_compat import c10d
 from tests.unit.test_devices import DUPLICATE, REMOTE
 
 # The form of each is that of the public reports named beside it; the numbers and paths are made up.
@@ -163,6 +167,38 @@ def test_an_error_of_cuda_is_the_cause_and_the_headline(code: int | None) -> Non
     assert "the line may be another one; run again with CUDA_LAUNCH_BLOCKING=1" in block
     assert "step 12" in block
     assert "frame #" not in block
+
+
+def test_an_abort_is_waited_for_only_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may wait as long as the group's timeout; and what it raises must not hide why the group is left."""
+    over, called = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        called.set()
+        over.wait(10)
+        raise RuntimeError("no abort for this backend")
+
+    monkeypatch.setattr(c10d.ABORT, "get", lambda: fail)
+    begun = time.monotonic()
+    backends.abort(torch.device("cpu"), seconds=0.05)
+    assert called.is_set()
+    assert time.monotonic() - begun < 5
+    over.set()
+    for thread in threading.enumerate():
+        if thread.name == "phalanx-abort":
+            thread.join()
+
+
+def test_an_exception_that_was_handled_long_ago_is_not_the_cause() -> None:
+    """A rank left its group with it, and lived on."""
+    error = raised(0, 1000.0, "ValueError", "x").error
+    for exit_time, expected in ((1001.0, "ValueError: x"), (1100.0, "SIGSEGV")):
+        process = RankProcess(placements([1])[0])
+        process._leaving = error
+        process.set_exited(Exited(0, 100, None, signal.SIGSEGV))
+        process._exit_time = exit_time
+        assert failure_text.headline(process.ending()).startswith(expected)
+        process.close()
 
 
 def test_the_lines_of_cpp_take_no_room() -> None:

@@ -21,6 +21,8 @@ from phalanx.messages import Record, Text
 
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400
+_TO_LEAVE = 30.0
+"""Seconds. A rank that lives on for longer has handled the exception with which it left its group."""
 _MOST_LINES = 1000
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 
@@ -29,6 +31,8 @@ class RankReport(Record, frozen=True):
     """One line of a rank's report, which the rank writes with the standard library alone."""
 
     error: events.ErrorRecord | None = None
+    leaving: events.ErrorRecord | None = None
+    """The exception with which it is leaving its group; it counts if the rank ends before it reports an error."""
     thread: events.ThreadDeath | None = None
     notice: Text | None = None
 
@@ -49,6 +53,7 @@ class RankProcess:
         self.pipes = pipes
         self.pid: int | None = None
         self.error: events.ErrorRecord | None = None
+        self._leaving: events.ErrorRecord | None = None
         self.thread_death: events.ThreadDeath | None = None
         self.notices: list[str] = []
         """Notices for the console, each text once."""
@@ -92,6 +97,7 @@ class RankProcess:
             self.malformed = self.malformed or str(error)
             return
         self.error, self.thread_death = self.error or report.error, report.thread or self.thread_death
+        self._leaving = report.leaving or self._leaving
         notice = "".join(filter(str.isprintable, report.notice or ""))[:_LONGEST_NOTICE]
         if notice and notice not in self.notices:
             self.notices.append(notice)
@@ -136,7 +142,11 @@ class RankProcess:
     def ending(self) -> events.Ending:
         """Returns how it ended; only after it has exited and its pipes are read to the end."""
         assert self.exited is not None
-        failed_at = self.error.time if self.error else self._exit_time
+        error, leaving = self.error, self._leaving
+        has_failed = bool(self.exited.signal or self.exited.exit_code)
+        if error is None and leaving is not None and has_failed and self._exit_time - leaving.time < _TO_LEAVE:
+            error = leaving
+        failed_at = error.time if error else self._exit_time
         ending = events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
@@ -144,7 +154,7 @@ class RankProcess:
             exit_code=self.exited.exit_code,
             signal=self.exited.signal,
             asked=self.asked_at is not None and self.asked_at <= failed_at,
-            error=self.error,
+            error=error,
             tail=self._tail.lines(_TAIL_LINES),
             host=socket.gethostname(),
         )

@@ -135,7 +135,10 @@ def run(script: Script, report: int, fds: list[int]) -> None:
         faulthandler.enable(file=report)  # after a crash in C the agent then knows the Python line
     pid = os.getpid()
     exit_report.report_thread_deaths(lambda death: os.getpid() == pid and _report(report, {"thread": death}))
-    notices.report_by(lambda text: os.getpid() == pid and _report(report, {"notice": text}))
+    notices.report_by(
+        lambda text: os.getpid() == pid and _report(report, {"notice": text}),
+        lambda error: os.getpid() == pid and _report_leaving(script.rank, report, error),
+    )
     _begin_page(script.rank)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)  # those that came since the fork arrive here
@@ -238,6 +241,13 @@ def _end_with(rank: int, report: int, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         raise error  # the interpreter ends itself by SIGINT, so that the shell knows
     sys.exit(1)
+
+
+def _report_leaving(rank: int, report: int, error: BaseException) -> None:
+    """Reports an exception that may not get as far as the end of the script."""
+    if not isinstance(error, SystemExit):
+        trace = exit_report.script_side(error, _user_side)
+        _report(report, {"leaving": exit_report.error_report(rank, error, trace, 1)["error"]})
 
 
 def _users_hook() -> Callable[..., object] | None:
