@@ -29,7 +29,8 @@ def test_a_sticky_error_of_one_device(on_sim: Callable[..., Outcome], tmp_path: 
     assert "errors of a device are noticed late: the line may be another one\n" in ran.err
     assert "  rank 0 fell with it" in ran.err
     found = report(tmp_path)
-    assert (ran.code, found["cause"]["rank"], found["victims"]) == (1, 1, [0])  # type: ignore[index]
+    assert (found["cause"]["rank"], found["victims"]) == (1, [0])  # type: ignore[index]
+    assert ran.code in (1, 134), "gloo may abort while the interpreter ends, since a kernel still waits in it"
 
 
 def test_who_is_missing_when_the_watchdog_of_a_group_aborts(on_sim: Callable[..., Outcome], tmp_path: Path) -> None:
