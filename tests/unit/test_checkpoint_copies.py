@@ -23,6 +23,9 @@ import phalanx as px
 from phalanx.checkpoint import copy_gate
 from phalanx.checkpoint.save import Saving
 from phalanx.checkpoint.sharding import ShardBuffer
+from phalanx.checkpoint.state import capture_random, check_random, restore_random
+from phalanx.checkpoint.storage.base import ALIGNMENT
+from phalanx.devices import streams
 from phalanx.errors import CheckpointError
 
 
@@ -301,3 +304,51 @@ def test_changes_of_any_memory_layout_and_of_the_optimizer_are_noticed(
         px.Checkpointer(tmp_path).load_latest(model=fresh, optimizer=again)
         found = fresh["weight"] if step == 1 else again.state[fresh["weight"]]["momentum_buffer"]
         assert torch.equal(found, want), name
+
+
+# ---- from a GPU
+
+
+def test_host_memory_is_pinned_in_its_own_size_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own is rounded up to a power of two: 20.4 GiB took 32 (sgl-project/sglang#37285)."""
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(pointer: int, size: int, flags: int) -> int:
+            pinned[pointer] = size
+            return 2 if size > 1 << 30 else 0
+
+        @staticmethod
+        def cudaHostUnregister(pointer: int) -> int:
+            del pinned[pointer]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    buffer = ShardBuffer()
+    for size in (5000, 4000, 70_000):
+        buffer.bytes = size
+        buffer._reserve(torch.device("cuda", 0))
+        assert len(buffer._memory) >= size
+        assert list(pinned.values()) == [(70_000 if size == 70_000 else 5000) + ALIGNMENT]
+    del buffer
+    assert not pinned
+    with pytest.raises(RuntimeError, match="cannot pin 2147483648 bytes of host memory: cudaHostRegister returned 2"):
+        streams.pinned(2 << 30, torch.device("cuda", 0))
+
+
+def test_the_generator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of an earlier version, which knew of CUDA alone; a state of another kind of device is left out."""
+    gpu, own = torch.device("cuda", 0), torch.arange(16, dtype=torch.uint8)
+    restored: list[tuple[Tensor, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((state, device)))
+    captured = check_random(capture_random(gpu))
+    earlier = {name: value for name, value in captured.items() if name != "device_type"}
+    for state in (captured, check_random(earlier)):
+        restore_random(state, gpu)
+        assert [(each.tolist(), device) for each, device in restored] == [(own.tolist(), gpu)]
+        restored.clear()
+        restore_random(state, torch.device("cpu"))
+    restore_random({**captured, "device_type": "xpu"}, gpu)
+    assert not restored

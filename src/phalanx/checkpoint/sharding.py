@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from phalanx.checkpoint.flatten import Flat, NamedTensor, digest
 from phalanx.checkpoint.storage.base import ALIGNMENT
 from phalanx.checkpoint.storage.manifest import Chunk, SavedTensor, Share
 from phalanx.checkpoint.storage.shard_file import DTYPE_NAMES, lay_out
+from phalanx.devices import accelerator, streams
 from phalanx.errors import CheckpointError
 from phalanx.torch_compat.tensors import VERSION
 
@@ -112,12 +114,15 @@ class ShardBuffer:
     """A copy of one rank's share, as the bytes of its file: the state at the moment of save().
 
     Tensors that only an optimizer's step changes are copied by `finish`, off the training thread; whatever would change
-    them waits for that. All others are copied by `take`. The memory is reused for the next save: to allocate it takes
-    longer than the copy.
+    them waits for that. All others are copied by `take`. Copies from an accelerator are queued among its kernels, so
+    that whatever is launched later comes after them, and `await_devices` waits for them. The memory is reused for the
+    next save: to allocate it takes longer than the copy.
     """
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = self._allocated = torch.empty(0, dtype=torch.uint8)
+        self._copied: list[Any] = []
+        """An event for each device, after its copies."""
         self.bytes = 0
         """The length of the file."""
         self._deferred: list[_DeferredCopy] = []
@@ -126,27 +131,27 @@ class ShardBuffer:
     def take(self, share: Sequence[TensorRows]) -> None:
         header, slots = lay_out([(rows.named.name, rows.tensor, rows.first) for rows in share])
         self.bytes = len(header) + max((slot.data_offsets[1] for slot in slots.values()), default=0)
-        self._reserve(any(rows.tensor.is_cuda for rows in share))
+        devices = {rows.tensor.device for rows in share if accelerator.serves(rows.tensor.device)}
+        self._reserve(next(iter(devices), None))
         self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._deferred.clear()
-        devices = set()
         for rows in share:
             source, (begin, end) = rows.tensor, slots[rows.named.name].data_offsets
             target = self._memory[len(header) + begin : len(header) + end].view(source.dtype).view(source.shape)
             if rows.named.copy_later and self._defers and _is_dense(source):
                 self._deferred.append(_DeferredCopy(rows.named.name, source, target))
                 continue
-            devices |= {source.device} if source.is_cuda else set()
-            target.copy_(source, non_blocking=source.is_cuda)
-        for device in devices:
-            torch.cuda.synchronize(device)
+            target.copy_(source, non_blocking=source.device in devices)
+        self._copied = [streams.recorded_event(device) for device in devices]
 
-    def _reserve(self, pinned: bool) -> None:
+    def _reserve(self, device: torch.device | None) -> None:
         """Makes room for the file. The memory is aligned, so that it can be written to a disk directly."""
         if len(self._memory) < self.bytes:
-            memory = torch.empty(self.bytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pinned)
-            begin = -memory.data_ptr() % ALIGNMENT
-            self._memory = memory[begin : begin + self.bytes]
+            size = self.bytes + ALIGNMENT
+            self._memory = self._allocated = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+            self._allocated = torch.empty(size, dtype=torch.uint8) if device is None else streams.pinned(size, device)
+            begin = -self._allocated.data_ptr() % ALIGNMENT
+            self._memory = self._allocated[begin : begin + self.bytes]
 
     def finish(self) -> None:
         """Copies the rest. Raises CheckpointError if a tensor was changed before, other than by an optimizer."""
@@ -162,6 +167,12 @@ class ShardBuffer:
                     )
         finally:
             self._deferred.clear()
+
+    def await_devices(self) -> None:
+        """Waits for the copies of `take`, while training goes on. Raises the error of a device that has failed."""
+        for event in self._copied:
+            event.synchronize()
+        self._copied.clear()
 
     @property
     def content(self) -> memoryview:

@@ -18,6 +18,7 @@ from phalanx.checkpoint import optimizers
 from phalanx.checkpoint.optimizers import OptimizerLike
 from phalanx.checkpoint.storage.manifest import Broken
 from phalanx.checkpoint.storage.values import StateDict, Stateful
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.torch_compat.dynamo import inside_of_compiled
 from phalanx.torch_compat.nn import METADATA
@@ -198,12 +199,16 @@ def _check_stateful(name: str, value: object) -> None:
 
 
 def capture_random(device: torch.device) -> StateDict:
-    """Returns the state of each generator of this process."""
+    """Returns the state of each generator of this process.
+
+    The one of an accelerator of any kind is called ``cuda``, as in checkpoints of earlier versions, which also read it.
+    """
     return {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "cuda": accelerator.rng_state(device),
+        "device_type": device.type,
     }
 
 
@@ -228,8 +233,8 @@ def restore_random(state: StateDict, device: torch.device) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if state["cuda"] is not None and device.type == state.get("device_type", "cuda"):
+        accelerator.set_rng_state(state["cuda"], device)
 
 
 def reseed_random(state_of_rank_0: StateDict, rank: int, size: int) -> None:

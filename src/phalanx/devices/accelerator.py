@@ -5,8 +5,6 @@ Only `choose` makes a device current. Nothing here initialises a device in a pro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -108,22 +106,12 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:
-    return module(device).get_rng_state(device) if serves(device) else None
+    return module(device).get_rng_state(*_argument(device)) if serves(device) else None
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    module(device).set_rng_state(state, device)
+    module(device).set_rng_state(state, *_argument(device))
 
 
-@contextlib.contextmanager
-def side_stream(device: torch.device) -> Iterator[object | None]:
-    """A stream beside the current one, which has waited for it; None where the kind of device has no streams."""
-    functions = module(device)
-    make = getattr(functions, "Stream", None)
-    if make is None:
-        yield None
-        return
-    stream = make(device)
-    stream.wait_stream(functions.current_stream(device))
-    with functions.stream(stream):
-        yield stream
+def _argument(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type in _WITHOUT_INDEX else (device,)
