@@ -56,12 +56,12 @@ def _half(dtype: str) -> Callable[[Parallel], None]:
 
         hook = getattr(default_hooks, f"{dtype}_compress_hook")
 
-        # torch accepts bf16 for nccl only, by the hook's name; gloo and shm can do it too. There are no annotations,
+        # torch accepts bf16 for nccl and xccl only, by the hook's name; others can do it too. There are no annotations,
         # because DDP compares them, and in this file they are strings.
         def renamed(group, bucket):
             return hook(group, bucket)
 
-        model.register_comm_hook(model.process_group, hook if model.device_type != "cpu" else renamed)
+        model.register_comm_hook(model.process_group, renamed)
 
     return register
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import argparser
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.torch_compat.tensors import tree_map_only
 
@@ -37,8 +38,9 @@ def _move_inputs(
 
 def _device(given: Device) -> torch.device:
     device = argparser.device(given)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"a part is to go to {device}, but torch sees {torch.cuda.device_count()} GPU(s).")
+    count = accelerator.module(device).device_count() if accelerator.serves(device) else 1
+    if accelerator.serves(device) and (device.index or 0) >= count:
+        raise UsageError(f"a part is to go to {device}, but torch sees {count} GPU(s).")
     return device
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import argparser
 from phalanx import world as worlds
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.parallel.alone import Alone, OneProcess
 from phalanx.parallel.batchnorm import synchronise
@@ -127,10 +128,10 @@ class _Group:
                 f"no parameter of the {type(model).__name__} wants a gradient, so the ranks have nothing to average; "
                 "use the model as it is."
             )
-        if self.device is None or self.device.type != "cuda" or len(found) != 1:
+        if self.device is None or not accelerator.serves(self.device) or len(found) != 1:
             return
         (device,) = found
-        if device != self.device:
+        if (device.type, device.index or 0) != (self.device.type, self.device.index or 0):
             raise UsageError(
                 f"the model is on {device}, but the device of rank {self.rank} is {self.device}; move it there with "
                 "model.to(world.device), or join with px.init(device=…)."
@@ -159,7 +160,7 @@ def _replicated(model: nn.Module, devices: Devices, group: _Group) -> OneProcess
             f"mode='replicate' needs the GPUs of rank {group.rank}: give devices=[…], beginning with the model's own."
         )
     gpus = list(range(devices)) if isinstance(devices, int) else devices
-    return GpuReplicas(model, None if gpus is None else [torch.device("cuda", _index(gpu)) for gpu in gpus])
+    return GpuReplicas(model, None if gpus is None else [torch.device(_type(model), _index(gpu)) for gpu in gpus])
 
 
 def _index(gpu: Device) -> int:

@@ -163,7 +163,8 @@ def _gather(numbers: list[Number]) -> Tensor:
     own = torch.stack([torch.as_tensor(number, dtype=torch.float64).cpu() for number in numbers])
     if world.size == 1:
         return own.unsqueeze(0)
-    sent = own.to(world.device) if world.backend == "nccl" else own
+    # The backends of GPUs alone take no tensors of the CPU. The configuration is "cpu:gloo,cuda:nccl", for example.
+    sent = own if "cpu:" in dist.get_backend_config() else own.to(world.device)
     rows = [torch.empty_like(sent) for _ in range(world.size)]
     dist.all_gather(rows, sent)
     return torch.stack(rows).cpu()
