@@ -22,20 +22,22 @@ def on_sim(phalanx: Runner, tmp_path: Path) -> Callable[..., Outcome]:
     """Runs a script under `phalanx run`, with the device "sim" and the backend "simccl".
 
     The script finds torch, px, sim and simccl imported. It joins by ``px.init(device="sim:0", backend="simccl")``:
-    every rank has a simulated device of its own, which is index 0 in its process. ``flags`` are those of
-    `phalanx run`; ``arguments`` are the script's own.
+    every rank has a simulated device of its own, which is index 0 in its process. ``script`` may also be the path of
+    one that imports them by itself. ``flags`` are those of `phalanx run`; ``arguments`` are the script's own.
     """
 
     def run(
-        text: str,
+        script: str | Path,
         *flags: str,
         ranks: int = 2,
         arguments: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         timeout: float = 60,
     ) -> Outcome:
-        (tmp_path / "train.py").write_text(IMPORTS + textwrap.dedent(text))
-        given = ("run", "--nproc-per-node", str(ranks), *flags, "train.py", *arguments)
+        if isinstance(script, str):
+            (tmp_path / "train.py").write_text(IMPORTS + textwrap.dedent(script))
+            script = Path("train.py")
+        given = ("run", "--nproc-per-node", str(ranks), *flags, str(script), *arguments)
         return phalanx(*given, env={"PYTHONPATH": str(REPOSITORY), **(env or {})}, timeout=timeout)
 
     return run

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +36,12 @@ class Buffer:
 
     def __init__(self, size: int, value: Tensor | None = None) -> None:
         self.value = value
-        self._size = 0
+        self._size, self._device = 0, device  # at the interpreter's end, the name is gone before the last tensor
         device.allocate(size)
         self._size = size
 
     def __del__(self) -> None:
-        device.allocated -= self._size
+        self._device.allocated -= self._size
 
 
 class Stream(torch.Stream):
@@ -253,11 +254,9 @@ class DeviceModule:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, index: object = None) -> Tensor:
-        device.synchronize()
         return device.generator.get_state()
 
     def set_rng_state(self, state: Tensor, index: object = None) -> None:
-        device.synchronize()
         device.generator.set_state(state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
@@ -338,6 +337,8 @@ def _run_later(op: Any, *args: Any, **kwargs: Any) -> Any:
     draws = any(argument.name == "generator" for argument in op._schema.arguments)
     flat, spec = tree_flatten((args, kwargs))
     flat = [buffer(value) if is_sim(value) else value for value in flat]
+    # As on a GPU, the generator advances when a kernel is launched, not when it runs.
+    seed = int(torch.randint(1 << 62, (), generator=device.generator)) if draws else 0
     outputs: list[Buffer | None] = []
     if all(
         one.alias_info is not None and one.alias_info.is_write for one in returns
@@ -357,7 +358,7 @@ def _run_later(op: Any, *args: Any, **kwargs: Any) -> Any:
     def kernel() -> None:
         cpu_args, cpu_kwargs = tree_unflatten([_as_cpu(value) for value in flat], spec)
         if draws and cpu_kwargs.get("generator") is None:
-            cpu_kwargs["generator"] = device.generator
+            cpu_kwargs["generator"] = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             found = op(*cpu_args, **cpu_kwargs)
         for output, value in zip(outputs, tree_flatten(found)[0], strict=False):
@@ -371,6 +372,15 @@ def _run_later(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _empty(size: Sequence[int], *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     return _new(size, dtype, torch.empty(tuple(size), dtype=dtype))
+
+
+def _resize(tensor: Tensor, size: Sequence[int], memory_format: object = None) -> Tensor:
+    """The elements that there are stay, as in torch. Losses are made in the size of their input, and resized."""
+    old, new = buffer(tensor), _new(size, tensor.dtype, torch.zeros(tuple(size), dtype=tensor.dtype))
+    to, count = buffer(new), min(tensor.numel(), new.numel())
+    device.launch(lambda: values(to).view(-1)[:count].copy_(values(old).reshape(-1)[:count]))
+    tensor.data = new
+    return tensor
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -429,8 +439,11 @@ for _name, _function in {
     "aten::_local_scalar_dense": _item,
     "aten::native_dropout": _dropout,
     "aten::record_stream": _record_stream,
+    "aten::resize_": _resize,
 }.items():
     torch.library.impl(_name, "PrivateUse1")(_function)
+for _name in ("mse_loss", "smooth_l1_loss"):  # torch would compute these in the size of their input, and resize
+    torch.library.impl(f"aten::{_name}", "PrivateUse1")(partial(_run_later, getattr(torch.ops.aten, _name).default))
 _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 for _name in ("linear", "addmm", "mm", "matmul", "bmm"):
     torch.library.impl(f"aten::{_name}", "AutocastPrivateUse1")(_in_lower_precision(getattr(torch.ops.aten, _name)))

@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from tests.devices import sim
 
+NAME = "simccl"
 _WATCH_EVERY = 0.1
 """Seconds between two looks of the watchdog."""
 
@@ -68,7 +69,7 @@ class SimCCL(dist.ProcessGroup):
         threading.Thread(target=self._watch, name="simccl-watchdog", daemon=True).start()
 
     def getBackendName(self) -> str:
-        return "simccl"
+        return NAME
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         options = dist.AllreduceOptions()
@@ -157,4 +158,4 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimC
     return SimCCL(store, rank, size, timeout)
 
 
-dist.Backend.register_backend("simccl", _create, devices=[sim.NAME])
+dist.Backend.register_backend(NAME, _create, devices=[sim.NAME])
