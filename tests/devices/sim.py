@@ -13,8 +13,10 @@ of the CPU's tensors, so that aliasing is right.
 # pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,8 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 NAME = "sim"
+_TO_END = 1.0
+"""Seconds that kernels in the queue get when the process ends."""
 _DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
 Kernel = Callable[[], object]
 
@@ -64,7 +68,14 @@ class Stream(torch.Stream):
         if self._thread is None:  # at the first use: a process that forks has no threads
             self._thread = threading.Thread(target=self._run, name="sim-stream", daemon=True)
             self._thread.start()
+            atexit.register(self._end)
         self._queue.put(kernel)
+
+    def _end(self) -> None:
+        """Ends the thread unless a kernel is stuck: one that frees tensors while Python ends aborts the process."""
+        assert self._thread is not None
+        self._queue.put(sys.exit)
+        self._thread.join(_TO_END)
 
     def _run(self) -> None:
         while True:

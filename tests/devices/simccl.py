@@ -9,6 +9,7 @@ The exchange itself is gloo's.
 # pyright: reportIncompatibleMethodOverride=false, reportAttributeAccessIssue=false, reportCallIssue=false
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -25,6 +26,8 @@ from tests.devices import sim
 NAME = "simccl"
 _WATCH_EVERY = 0.1
 """Seconds between two looks of the watchdog."""
+_ends = threading.Event()
+"""The process ends; a thread that frees tensors then would abort it."""
 
 
 class Work(dist.Work):
@@ -66,7 +69,9 @@ class SimCCL(dist.ProcessGroup):
         self._works: list[Work] = []
         self.abort_takes = 0.0
         """Seconds, as an abort of NCCL that waits for a device."""
-        threading.Thread(target=self._watch, name="simccl-watchdog", daemon=True).start()
+        thread = threading.Thread(target=self._watch, name="simccl-watchdog", daemon=True)
+        thread.start()
+        atexit.register(lambda: (_ends.set(), thread.join()))
 
     def getBackendName(self) -> str:
         return NAME
@@ -130,8 +135,7 @@ class SimCCL(dist.ProcessGroup):
         return work
 
     def _watch(self) -> None:
-        while True:
-            time.sleep(_WATCH_EVERY)
+        while not _ends.wait(_WATCH_EVERY):
             while self._works and self._works[0].is_completed():
                 self._works.pop(0)
             if self._works and time.monotonic() - self._works[0].since > self._timeout:
