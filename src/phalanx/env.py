@@ -40,8 +40,11 @@ _WRITTEN_FOR_WORKERS = {
     "TORCHELASTIC_USE_AGENT_STORE": "True: the store is running already, rank 0 must not start one",
     "OMP_NUM_THREADS": "threads of each process: cores divided by local ranks, unless you set it",
     "CUDA_VISIBLE_DEVICES": "the GPUs a process may see; set by --devices and --virtual-local-rank",
+    "HIP_VISIBLE_DEVICES": "the same for AMD",
+    "ZE_AFFINITY_MASK": "the same for Intel",
+    "ASCEND_RT_VISIBLE_DEVICES": "the same for Ascend",
     "GLOO_SOCKET_IFNAME": "the interface of gloo: loopback on one machine, else the one that leads to the master",
-    "NCCL_SOCKET_IFNAME": "the same for nccl, with several machines",
+    "NCCL_SOCKET_IFNAME": "the same for nccl, with several machines, if it would take another one",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1: a failed nccl collective ends its process, unless you set it",
     "PHALANX_RUN_DIR": "the run directory",
     "PHALANX_RUN_TOKEN": "marks every process of a run, so that none is left running",
@@ -78,6 +81,9 @@ _READ = {
     "NO_COLOR": "no colours on the console",
     "TORCH_FR_BUFFER_SIZE": "torch: how many collectives its flight recorder keeps; 0 turns it off",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "torch: the former name of TORCH_FR_BUFFER_SIZE",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "torch: 1 asks NVML for GPUs, not CUDA; set for that alone",
+    "ROCR_VISIBLE_DEVICES": "AMD: the GPUs among which HIP_VISIBLE_DEVICES counts",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "NCCL: 1 lets ranks share a GPU, which px.init refuses otherwise",
     "CONDA_PREFIX": "the active conda environment; shown by --dry-run and doctor",
     "CONDA_DEFAULT_ENV": "its name",
     "VIRTUAL_ENV": "the active virtual environment; shown by doctor",
@@ -86,6 +92,7 @@ _READ = {
 _BOTH = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
+    *("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
     *("PHALANX_STORE", "PHALANX_BACKEND", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
 )
 

@@ -273,7 +273,7 @@ def test_without_ssh_and_with_a_wrong_count(site: Site, tmp_path: Path) -> None:
     )
     code, _, err = site.run(tmp_path, "-H", "node0,node1", "--nproc-per-node", "gpu", "train.py")
     assert code == 2
-    assert "node0: --nproc-per-node gpu, but no CUDA GPU is visible here" in err, "the hosts count, not the desk"
+    assert "node0: --nproc-per-node gpu, but no GPU is visible here" in err, "the hosts count, not the desk"
 
 
 # ---- they fail together

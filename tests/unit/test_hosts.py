@@ -193,8 +193,16 @@ def test_slurm_without_its_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_the_forwarded_variables() -> None:
-    goes = ("PATH", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_HOME", "PHALANX_BACKEND")
-    stays = ("HOME", "SSH_AUTH_SOCK", "AWS_SECRET", "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID", "PHALANX_RUN_TOKEN")
+    goes = (
+        *("PATH", "PYTHONPATH", "CONDA_PREFIX", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_HOME", "PHALANX_BACKEND"),
+        *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "FI_PROVIDER", "UCX_TLS", "HSA_FORCE_FINE_GRAIN_PCIE"),
+        *("HIP_LAUNCH_BLOCKING", "TRITON_CACHE_DIR", "ZE_FLAT_DEVICE_HIERARCHY", "CCL_ATL_TRANSPORT", "HCCL_IF_IP"),
+    )
+    stays = (
+        *("HOME", "SSH_AUTH_SOCK", "AWS_SECRET", "TORCHELASTIC_RUN_ID", "PHALANX_RUN_TOKEN"),
+        *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"),
+        "ZE_AFFINITY_MASK",
+    )
     environ: dict[str, str] = dict.fromkeys((*goes, *stays, "MY_TOKEN"), "x")
     assert sorted(transports.forwarded_environment(environ, ())) == sorted(goes)
     assert sorted(transports.forwarded_environment(environ, ("MY_TOKEN", "CUDA_VISIBLE_DEVICES"))) == sorted(

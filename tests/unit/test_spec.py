@@ -137,7 +137,7 @@ def test_pet_variables_give_defaults_and_flags_beat_them() -> None:
     [
         (["--nproc-per-node", "many", "x.py"], ["--nproc-per-node", "many"]),
         (["--nproc-per-node", "0", "x.py"], ["--nproc-per-node", "0"]),
-        (["--nproc-per-node", "gpu", "x.py"], ["gpu", "no CUDA GPU"]),
+        (["--nproc-per-node", "gpu", "x.py"], ["gpu", "no GPU"]),
         (["--nnodes", "3:2", "x.py"], ["--nnodes", "3:2"]),
         (["--nnodes", "two", "x.py"], ["--nnodes", "two"]),
         (["--nnodes", "2", "--node-rank", "2", "x.py"], ["--node-rank 2"]),
@@ -223,8 +223,8 @@ def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
     assert device_count.choose_gpus("0,3", {}, tmp_path, must_exist=False) == ("0", "3"), "of another machine"
     with pytest.raises(UsageError, match="no GPU is visible"):
         device_count.choose_gpus("0", {}, tmp_path)
-    (tmp_path / "kfd").touch()
-    assert device_count.choose_gpus("0,3", {}, tmp_path) == ("0", "3"), "those of AMD cannot be counted here"
+    (tmp_path / "dxg").touch()
+    assert device_count.choose_gpus("0,3", {}, tmp_path) == ("0", "3"), "those of WSL2 cannot be counted"
     with pytest.raises(UsageError, match="no GPU is visible"):
         device_count.choose_gpus("0", {"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
     with pytest.raises(UsageError, match="GPU 2, but 2 GPU"):
@@ -234,10 +234,95 @@ def test_devices_are_counted_within_what_is_visible(tmp_path: Path) -> None:
 def test_gpus_are_counted_from_dev_or_the_variable(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
-    assert device_count.visible_gpus({}, tmp_path) == ("0", "1")
-    assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == ("3",)
-    assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == ()
-    assert device_count.visible_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, tmp_path) == ("MIG-1", "MIG-2")
+    for listed, names in {
+        None: ("0", "1"),
+        "3": ("3",),
+        "": (),
+        "MIG-1,MIG-2": ("MIG-1", "MIG-2"),
+        "0,-1,2": ("0",),
+        "-1": (),
+        "0,,2": ("0",),
+    }.items():
+        environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+        assert device_count.visible_accelerators(environ, tmp_path).names == names
+
+
+def make_gpus(root: Path, driver: str, count: int) -> None:
+    """Render nodes in ``root/dev``, and what the kernel tells of them in ``root/sys``."""
+    (root / "dev/dri").mkdir(parents=True)
+    (root / "sys/drivers" / driver).mkdir(parents=True)
+    for number in range(count):
+        node = f"renderD{128 + number}"
+        (root / "dev/dri" / node).touch()
+        home = root / f"sys/devices/0000:0{number}:00.0"
+        home.mkdir(parents=True)
+        (home / "driver").symlink_to(root / "sys/drivers" / driver)
+        (root / "sys/class/drm" / node).mkdir(parents=True)
+        (root / "sys/class/drm" / node / "device").symlink_to(home)
+
+
+def test_gpus_of_other_vendors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(vendor: str, **environ: str) -> tuple[str, str, int]:
+        found = device_count.visible_accelerators(environ, tmp_path / vendor / "dev", tmp_path / vendor / "sys")
+        return found.device, found.variable, len(found.names)
+
+    make_gpus(tmp_path / "amd", "amdgpu", 4)
+    make_gpus(tmp_path / "intel", "xe", 2)
+    make_gpus(tmp_path / "screen", "nouveau", 1)
+    (tmp_path / "ascend/dev").mkdir(parents=True)
+    for name in ("davinci0", "davinci1", "davinci_manager"):
+        (tmp_path / "ascend/dev" / name).touch()
+    built = {"libc10_hip.so", "libc10_xpu.so"}
+    monkeypatch.setattr(device_count, "_torch_has", lambda library: library in built)
+    assert seen("amd") == ("cuda", "HIP_VISIBLE_DEVICES", 4)
+    assert seen("amd", ROCR_VISIBLE_DEVICES="2,3") == ("cuda", "HIP_VISIBLE_DEVICES", 2)
+    assert seen("amd", ROCR_VISIBLE_DEVICES="2,3", HIP_VISIBLE_DEVICES="1") == ("cuda", "HIP_VISIBLE_DEVICES", 1)
+    assert seen("amd", CUDA_VISIBLE_DEVICES="0") == ("cuda", "HIP_VISIBLE_DEVICES", 1)
+    assert seen("intel") == ("xpu", "ZE_AFFINITY_MASK", 2)
+    assert seen("intel", ZE_AFFINITY_MASK="0.0") == ("xpu", "ZE_AFFINITY_MASK", 1)
+    assert seen("ascend") == ("npu", "ASCEND_RT_VISIBLE_DEVICES", 2)
+    assert seen("ascend", ASCEND_RT_VISIBLE_DEVICES="1") == ("npu", "ASCEND_RT_VISIBLE_DEVICES", 1)
+    assert seen("screen") == seen("none") == ("cuda", "CUDA_VISIBLE_DEVICES", 0)
+    built.clear()
+    assert seen("amd")[2] == seen("intel")[2] == 0, "a torch for CPUs does not use the GPU of the screen"
+
+
+def test_the_variable_of_the_vendor_is_set() -> None:
+    spec = parse("--devices", "1,0", "x.py", HIP_VISIBLE_DEVICES="4,5")
+    assert (spec.devices, spec.devices_variable, spec.nproc_per_node) == (("5", "4"), "HIP_VISIBLE_DEVICES", 2)
+    got = worker_environment({}, spec, placements([2])[1], ("h", 1), 0, "r")
+    assert got["HIP_VISIBLE_DEVICES"] == "5,4"
+    assert "CUDA_VISIBLE_DEVICES" not in got
+
+
+def test_a_rank_sees_only_its_part_of_a_gpu() -> None:
+    shell = {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}
+    spec = parse("--nproc-per-node", "gpu", "x.py", **shell)
+    got = [worker_environment(shell, spec, place, ("h", 1), 0, "r") for place in placements([2])]
+    assert [(each["LOCAL_RANK"], each["CUDA_VISIBLE_DEVICES"]) for each in got] == [("0", "MIG-a"), ("1", "MIG-b")]
+    assert dry_run.device_of(placements([2])[1], "cuda", ("MIG-a", "MIG-b"), spec) == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "is_asked", "setting"),
+    [
+        ("lo docker0 eth1 eth10", False, None),  # it begins with eth1 by itself, and may use eth10 beside it
+        ("lo eth0 eth1", False, "=eth1"),
+        ("lo eth0 eth1 ib0", False, None),  # InfiniBand is what NCCL should use
+        ("lo eth1", True, "=eth1"),
+    ],
+)
+def test_nccl_is_told_an_interface_only_if_it_would_take_another(
+    interfaces: str, is_asked: bool, setting: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "interface_addresses", lambda: {name: ["10.0.0.1"] for name in interfaces.split()})
+    route = network.Route("10.0.0.1", "10.0.0.2", "eth1", is_asked)
+    spec = parse("--nnodes", "2", "--master-addr", "a", "x.py")
+    got = worker_environment({}, spec, placements([1, 1])[0], ("a", 1), 0, "r", route.settings())
+    assert (got["GLOO_SOCKET_IFNAME"], got.get("NCCL_SOCKET_IFNAME")) == ("eth1", setting)
+    shell = {"NCCL_SOCKET_IFNAME": "mine", "GLOO_SOCKET_IFNAME": "mine"}
+    got = worker_environment(shell, spec, placements([1, 1])[0], ("a", 1), 0, "r", route.settings())
+    assert shell.items() <= got.items()
 
 
 def test_processes_follow_the_gpus() -> None:

@@ -19,7 +19,7 @@ from phalanx.errors import PortBusy, UsageError
 from phalanx.launch import parse
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec import preflight
-from phalanx.launch.spec.device_count import thread_setting, visible_gpus
+from phalanx.launch.spec.device_count import thread_setting, visible_accelerators
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.system import ports
 
@@ -97,7 +97,9 @@ def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
         return spec
     from phalanx.launch.spec import numa
 
-    gpus = spec.devices if spec.devices is not None else visible_gpus(environ)
+    gpus = spec.devices if spec.devices is not None else visible_accelerators(environ).names
+    if spec.devices_variable != "CUDA_VISIBLE_DEVICES":  # only of NVIDIA's GPUs is it known where they are
+        gpus = ()
     cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
     return messages.replace(spec, cpus=cpus)
 

@@ -27,12 +27,13 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     if sum(sizes) > MOST_PROCESSES:
         raise UsageError(f"--dry-run prints a row for each of {sum(sizes)} ranks; give {MOST_PROCESSES} at most.")
     everyone = placements(sizes)
-    gpus = spec.devices if spec.devices is not None else device_count.visible_gpus(environ)
-    interface = route.interface if isinstance(route, Route) else None
-    environments = [_environment(spec, place, environ, interface) for place in everyone]
+    seen = device_count.visible_accelerators(environ)
+    gpus = spec.devices if spec.devices is not None else seen.names
+    interfaces = route.settings() if isinstance(route, Route) else {}
+    environments = [_environment(spec, place, environ, interfaces) for place in everyone]
     common = {
         name: values.pop()
-        for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME")
+        for name in (*MAIN_VARIABLES, spec.devices_variable, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         if len(values := {environment.get(name, "") for environment in environments}) == 1 and values != {""}
     }
     table = Table(box=SIMPLE_HEAD, title=_title(spec, sizes), title_justify="left")
@@ -42,12 +43,12 @@ def show(spec: LaunchSpec, environ: Mapping[str, str]) -> None:
     for place, environment in zip(everyone, environments, strict=True):
         own = [
             f"{name}={environment[name]}"
-            for name in (*MAIN_VARIABLES, "CUDA_VISIBLE_DEVICES")
+            for name in (*MAIN_VARIABLES, spec.devices_variable)
             if name in environment and name not in common
         ]
         host = [hosts[place.node].name] if hosts else []
         numbers = (str(place.rank), str(place.local_rank))
-        table.add_row(str(place.node), *host, *numbers, device_of(place, gpus, spec), " ".join(own))
+        table.add_row(str(place.node), *host, *numbers, device_of(place, seen.device, gpus, spec), " ".join(own))
     # A table in a file or a pipe is for a program or a search: no folding to an imagined screen.
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     console.print(table)
@@ -82,23 +83,24 @@ def _route(spec: LaunchSpec) -> Route | str | None:
 
 
 def _environment(
-    spec: LaunchSpec, place: Placement, environ: Mapping[str, str], interface: str | None
+    spec: LaunchSpec, place: Placement, environ: Mapping[str, str], interfaces: Mapping[str, str]
 ) -> dict[str, str]:
     base = {**environ, **device_count.thread_setting(place.local_world_size, environ)}
     address = spec.master_addr if place.nnodes > 1 else LOOPBACK
     if spec.host_list is not None and address == LOOPBACK:
         address = f"(that of {spec.host_list.hosts[0].name})"
-    environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id, interface)
+    environment = worker_environment(base, spec, place, (address, spec.master_port), 0, spec.run_id, interfaces)
     if not spec.master_port:
         environment["MASTER_PORT"] = "(a free one)"
     return environment
 
 
-def device_of(place: Placement, gpus: tuple[str, ...], spec: LaunchSpec) -> str:
+def device_of(place: Placement, kind: str, gpus: tuple[str, ...], spec: LaunchSpec) -> str:
     """The device a rank would take: local_rank counts within the visible GPUs, and begins again after the last."""
     if not gpus:
         return "cpu"
-    return "cuda:0" if spec.virtual_local_rank else f"cuda:{place.local_rank % len(gpus)}"
+    sees_one = spec.virtual_local_rank or gpus[0].startswith("MIG-")
+    return f"{kind}:{0 if sees_one else place.local_rank % len(gpus)}"
 
 
 def command_of(spec: LaunchSpec) -> str:

@@ -49,7 +49,8 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     gpus = None
     if arguments.devices is not None:
         gpus = device_count.choose_gpus(arguments.devices, environ, must_exist=is_here)
-    visible = gpus if gpus is not None else device_count.visible_gpus(environ)
+    seen = device_count.visible_accelerators(environ)
+    visible = gpus if gpus is not None else seen.names
     asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(gpus)) if gpus else "1"
     virtual = bool(arguments.virtual_local_rank)
     nproc = device_count.process_count(asked, visible)
@@ -73,6 +74,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         stall_after=arguments.stall_after,
         on_stall=arguments.on_stall,
         devices=visible if virtual and visible else gpus,
+        devices_variable=seen.variable,
         virtual_local_rank=virtual,
         numa_binding=arguments.numa_binding,
         signals=_signals(arguments.signals_to_handle),

@@ -52,7 +52,7 @@ class Agent:
     ) -> None:
         """``route``: to the other nodes, if there are any."""
         self._spec, self._environ, self._zygote, self._directory = spec, dict(environ), zygote, directory
-        self._interface = route.interface if route is not None else None
+        self._interfaces = route.settings() if route is not None else {}
         self._console = Console()
         self._agent_lines = AgentLines(self._console, spec.node_name)
         self._say = self._agent_lines.say
@@ -187,7 +187,7 @@ class Agent:
             rank = open_rank(
                 spec, place, self._directory, attempt, self._console, loop.resume_pipe, self._agent_lines.say_one
             )
-            environment = worker_environment(self._environ, spec, place, master, attempt, run_id, self._interface)
+            environment = worker_environment(self._environ, spec, place, master, attempt, run_id, self._interfaces)
             cpus = spec.cpus[place.local_rank] if spec.cpus is not None else None
             worker = WorkerSpec(place.rank, place.local_rank, spec.program, environment, spec.start_method, cpus)
             self._attempt.start(rank, worker)

@@ -37,10 +37,11 @@ _SSH_ERROR = re.compile(
 FORWARDED = (
     *("PATH", "LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "LANG", "LC_*"),
     *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "GOMP_*"),
-    *("TORCH*", "NCCL_*", "GLOO_*", "CUDA_*", "HF_*", "PET_*", "PHALANX_BACKEND"),
+    *("TORCH*", "PYTORCH_*", "TRITON_*", "NCCL_*", "GLOO_*", "CUDA_*", "HF_*", "PET_*", "PHALANX_BACKEND"),
+    *("FI_*", "UCX_*", "HSA_*", "HIP_*", "ROCR_*", "RCCL_*", "ZE_*", "SYCL_*", "CCL_*", "ASCEND_*", "HCCL_*"),
 )
 """The variables with which ranks find on another host what they find here."""
-NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_*")
+NOT_FORWARDED = ("*_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "TORCHELASTIC_*")
 """The GPUs of this machine, and the rank of this process in a run around this one: both are wrong elsewhere."""
 
 

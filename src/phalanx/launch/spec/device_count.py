@@ -1,13 +1,15 @@
-"""Cores and GPUs of this machine, counted without torch.
+"""Cores and accelerators of this machine, counted without torch.
 
 Importing torch to count GPUs would cost the launcher a second and could initialise CUDA before a fork.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec, check_processes
@@ -27,17 +29,64 @@ def thread_setting(
     return {"OMP_NUM_THREADS": str(max(1, min(cgroups.usable_cores() // processes, bound)))}
 
 
-def visible_gpus(environ: Mapping[str, str], dev: Path = Path("/dev")) -> tuple[str, ...]:
-    """Returns the GPUs that a process sees, as CUDA_VISIBLE_DEVICES names them; local_rank is an index into these."""
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is not None:
-        return tuple(name.strip() for name in listed.split(",") if name.strip() not in ("", "-1"))
-    return tuple(str(index) for index in range(len(gpu_numbers(dev))))
+class Accelerators(NamedTuple):
+    """The accelerators that a process sees."""
+
+    device: str
+    """torch's name of the kind."""
+    variable: str
+    """The variable by which a process is shown some of them."""
+    names: tuple[str, ...]
+    """As that variable has them; a local rank is an index into these."""
+
+
+def visible_accelerators(
+    environ: Mapping[str, str], dev: Path = Path("/dev"), system: Path = Path("/sys")
+) -> Accelerators:
+    """Returns those of the first kind that this machine has, or that a variable names."""
+    amd = _render_nodes(dev, system, ("amdgpu",), "libc10_hip.so")
+    if amd and "ROCR_VISIBLE_DEVICES" in environ:  # HIP counts among these
+        amd = len(_names(environ["ROCR_VISIBLE_DEVICES"]))
+    kinds = (
+        ("cuda", ("CUDA_VISIBLE_DEVICES",), len(gpu_numbers(dev))),
+        ("cuda", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), amd),
+        ("npu", ("ASCEND_RT_VISIBLE_DEVICES",), len(_numbered(dev, "davinci"))),
+        ("xpu", ("ZE_AFFINITY_MASK",), _render_nodes(dev, system, ("i915", "xe"), "libc10_xpu.so")),
+    )
+    device, variables, count = max(kinds, key=lambda kind: (kind[2] > 0, any(name in environ for name in kind[1])))
+    listed = next((environ[name] for name in variables if name in environ), None)
+    return Accelerators(device, variables[0], tuple(map(str, range(count))) if listed is None else _names(listed))
+
+
+def _names(listed: str) -> tuple[str, ...]:
+    """Reads such a variable as the drivers do: what follows a negative or empty name does not count."""
+    names = (name.strip() for name in listed.split(","))
+    return tuple(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
+
+
+def _numbered(dev: Path, prefix: str) -> list[int]:
+    tails = (node.name.removeprefix(prefix) for node in dev.glob(f"{prefix}[0-9]*"))
+    return sorted(int(tail) for tail in tails if tail.isdigit())
 
 
 def gpu_numbers(dev: Path) -> list[int]:
     """Returns the driver's numbers of the NVIDIA devices below ``dev``."""
-    return sorted(int(node.name[6:]) for node in dev.glob("nvidia[0-9]*") if node.name[6:].isdigit())
+    return _numbered(dev, "nvidia")
+
+
+def _render_nodes(dev: Path, system: Path, drivers: tuple[str, ...], library: str) -> int:
+    """Counts the GPUs with one of these drivers, if torch was built for them: many CPUs have one for the screen."""
+    homes = [(system / "class/drm" / node.name / "device").resolve() for node in dev.glob("dri/renderD[0-9]*")]
+    # A part of an AMD GPU has no driver, but its name begins with it.
+    found = [home for home in homes if {(home / "driver").resolve().name, home.name.split("_")[0]} & {*drivers}]
+    return len(found) if found and _torch_has(library) else 0
+
+
+def _torch_has(library: str) -> bool:
+    from importlib.util import find_spec  # does not import torch
+
+    spec = find_spec("torch")
+    return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "lib" / library).exists()
 
 
 def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
@@ -64,7 +113,7 @@ def choose_gpus(
         raise UsageError(f"--devices {asked!r} is not a list of numbers; give them like 0,3.") from None
     if len(set(indices)) != len(indices):
         raise UsageError(f"--devices {asked} names a GPU twice; give each once.")
-    visible = visible_gpus(environ, dev)
+    visible = visible_accelerators(environ, dev).names
     if min(indices) < 0:
         raise UsageError(f"--devices {asked} has a negative number; GPUs count from 0.")
     if not visible and not (must_exist and _has_no_gpu(environ, dev)):
@@ -92,7 +141,7 @@ def process_count(asked: str, gpus: tuple[str, ...]) -> int:
         return cgroups.usable_cores()
     if asked == "gpu":
         if not gpus:
-            raise UsageError("--nproc-per-node gpu, but no CUDA GPU is visible here; give a number, or cpu.")
+            raise UsageError("--nproc-per-node gpu, but no GPU is visible here; give a number, or cpu.")
         return len(gpus)
     if asked == "auto":
         return len(gpus) or cgroups.usable_cores()

@@ -101,7 +101,9 @@ class LaunchSpec(Record, frozen=True):
     on_stall: str = "wait"
     """``wait`` or ``kill``."""
     devices: tuple[str, ...] | None = None
-    """The value of CUDA_VISIBLE_DEVICES; None leaves it as it is."""
+    """The value of ``devices_variable``; None leaves it as it is."""
+    devices_variable: str = "CUDA_VISIBLE_DEVICES"
+    """The variable that shows a process some of the accelerators of this machine's kind."""
     virtual_local_rank: bool = False
     numa_binding: str | None = None
     """One of `NUMA_BINDINGS`."""
@@ -196,9 +198,12 @@ def worker_environment(
     master: tuple[str, int],
     attempt: int,
     run: str,
-    interface: str | None = None,
+    interfaces: Mapping[str, str] = {},
 ) -> dict[str, str]:
-    """Returns the environment of one worker: the launcher's own, and torchrun's variables."""
+    """Returns the environment of one worker: the launcher's own, and torchrun's variables.
+
+    ``interfaces``: as `Route.settings` returns them, for a run on several nodes.
+    """
     address, port = master
     environment = dict(base)
     environment |= {
@@ -224,14 +229,16 @@ def worker_environment(
     # torchrun does so too: a failed nccl collective ends its process instead of waiting for ever.
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if spec.devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(spec.devices)
+        environment[spec.devices_variable] = ",".join(spec.devices)
     if spec.virtual_local_rank:
         environment["LOCAL_RANK"] = "0"
         if spec.devices:
-            environment["CUDA_VISIBLE_DEVICES"] = spec.devices[place.local_rank % len(spec.devices)]
-    if place.nnodes > 1 and interface:
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
-        environment.setdefault("NCCL_SOCKET_IFNAME", interface)
+            environment[spec.devices_variable] = spec.devices[place.local_rank % len(spec.devices)]
+    parts = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if parts[0].startswith("MIG-"):  # of several parts of a GPU, CUDA shows a process only the first
+        environment["CUDA_VISIBLE_DEVICES"] = parts[place.local_rank % len(parts)]
+    for name, value in interfaces.items() if place.nnodes > 1 else ():
+        environment.setdefault(name, value)
     if place.nnodes == 1:
         # On one node nothing needs to be reached from outside.
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -19,6 +19,21 @@ class Route:
     address: str
     """This machine's own, on the same network."""
     interface: str
+    is_asked: bool = False
+    """By --interface or --local-addr."""
+
+    def settings(self) -> dict[str, str]:
+        """Returns the variables by which gloo and NCCL take this interface.
+
+        NCCL gets none if it would begin with this one by itself, or with InfiniBand: beside the first it uses others.
+        Without ``=`` a name also means all those that begin with it.
+        """
+        names = [name for name, addresses in interface_addresses().items() if addresses]
+        names = [name for name in names if name.startswith("ib")] or names
+        first = next((name for name in names if not name.startswith(("docker", "lo"))), None)
+        is_right = first is not None and (first == self.interface or first.startswith("ib"))
+        found = {"GLOO_SOCKET_IFNAME": self.interface}
+        return found if is_right and not self.is_asked else {**found, "NCCL_SOCKET_IFNAME": f"={self.interface}"}
 
 
 def find_route(master: str, interface: str | None = None, local_addr: str | None = None) -> Route:
@@ -28,9 +43,9 @@ def find_route(master: str, interface: str | None = None, local_addr: str | None
         address = resolve(local_addr, "--local-addr")
         if not is_own(address):
             raise UsageError(f"--local-addr {local_addr} is not an address of this machine; give one of its own.")
-        return Route(target, address, _interface_of(address))
+        return Route(target, address, _interface_of(address), is_asked=True)
     address = _address_of(interface) if interface else _own_address_towards(target, master)
-    return Route(target, address, interface or _interface_of(address))
+    return Route(target, address, interface or _interface_of(address), is_asked=interface is not None)
 
 
 def resolve(host: str, what: str) -> str:
