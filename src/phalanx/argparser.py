@@ -43,7 +43,9 @@ def device(value: str | int | torch.device) -> torch.device:
     try:
         return torch.device(value)
     except (RuntimeError, TypeError):
-        raise UsageError(f"device {shown(value)} is unknown to torch; give cpu, cuda or cuda:N.") from None
+        raise UsageError(
+            f"device {shown(value)} is unknown to torch; give cpu, cuda, cuda:N or another accelerator."
+        ) from None
 
 
 def shown(value: object) -> str:

@@ -17,10 +17,10 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from phalanx import argparser, env, torch_compat
+from phalanx import env, torch_compat
 from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.status import layout, notices, own_page
@@ -100,10 +100,10 @@ def settle(asked: str | None, device: torch.device, world_size: int, timeout: fl
     if env.backend_choice(os.environ) is not None:
         install()
     if asked is None:
-        if device.type != "cuda":
-            return "gloo"
-        choose(None, world_size, timeout)  # ranks without a GPU wait for the vote of this one
-        return "cpu:gloo,cuda:nccl"
+        default = accelerator.default_backend(device)
+        if default != "gloo":
+            choose(None, world_size, timeout)  # ranks without a GPU wait for the vote of this one
+        return default
     if asked == "shm":
         if device.type != "cpu":
             raise UsageError(f"backend 'shm' is for the CPU, but this rank is on {device}; leave the backend out.")
@@ -120,22 +120,6 @@ def settle(asked: str | None, device: torch.device, world_size: int, timeout: fl
         there = [name for name, is_there in available.items() if is_there()]
         raise UsageError(f"backend {asked!r} is unknown; there are shm, {', '.join(there)}.")
     return asked
-
-
-def choose_device(asked: str | torch.device | None, local_rank: int) -> torch.device:
-    """Returns the device of a rank: ``asked``, or its GPU if there is one; makes a GPU torch's current one."""
-    import torch
-
-    fitting = "cuda" if torch.cuda.is_available() else "cpu"
-    device = argparser.device(asked if asked is not None else fitting)
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count()
-    if not torch.cuda.is_available() or (device.index is not None and device.index >= count):
-        raise UsageError(f"device {device} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
-    index = device.index if device.index is not None else local_rank % count
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def require_shm() -> None:
@@ -201,7 +185,8 @@ def _choosing(plain: Callable[..., tuple[Any, dist.Store]]) -> Callable[..., tup
         call = signature.bind(*args, **kwargs)
         asked = call.arguments["backend"]
         if not _becomes_shm(asked, call.arguments):
-            group, store = plain(*args, **kwargs)
+            with _unbound(asked, call.arguments["global_ranks_in_group"]):
+                group, store = plain(*args, **kwargs)
             if ":" in asked and _is_gloo(asked) and isinstance(group, ProcessGroup) and set_default is not None:
                 # Left out by torch for "cpu:gloo" as soon as any other backend is registered, such as ours.
                 set_default(group, ProcessGroup.BackendType.GLOO)
@@ -216,6 +201,25 @@ def _choosing(plain: Callable[..., tuple[Any, dist.Store]]) -> Callable[..., tup
         return group, store
 
     return new_process_group_helper
+
+
+@contextlib.contextmanager
+def _unbound(asked: str | None, ranks: Sequence[int]) -> Iterator[None]:
+    """While a group of some ranks is made without the accelerator's backend, the world is not bound to its device.
+
+    Otherwise torch lets the ranks outside of the group split the world's communicator, and those inside do not.
+    """
+    import torch.distributed as dist
+
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if ranks else None
+    if bound is None or accelerator.own_backend(asked or "undefined", bound):
+        yield
+        return
+    dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        dist.group.WORLD.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def _becomes_shm(asked: str | None, arguments: Mapping[str, Any]) -> bool:
@@ -249,9 +253,7 @@ def abort(device: torch.device, seconds: float = _TO_ABORT) -> None:
 
 
 def _has_gpus() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
+    return accelerator.kind() is not None
 
 
 def _notice(text: str) -> None:

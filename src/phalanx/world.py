@@ -16,16 +16,15 @@ from phalanx.cluster.situation import check_rank
 from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.status import notices
-from phalanx.store import tcp_store
-from phalanx.store.join import Claim, Meeting, leave_store, meet, open_store, url_of
+from phalanx.store.join import JOIN_TIMEOUT, Claim, Meeting, join, leave_store
 from phalanx.torch_compat import c10d
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_REACH_TIMEOUT = 60.0
-_JOIN_TIMEOUT = 300.0
+_BOUND_TO_DEVICE = ("nccl", "xccl")
+"""The backends that connect at once if they are told the device."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +111,13 @@ def init(
     mpirun), and from nothing at all for a world of one, so that ``python train.py`` works too.
 
     Args:
-        backend: ``nccl``, ``gloo``, ``shm``, ``mpi``, or what fits the device.
+        backend: ``nccl``, ``gloo``, ``shm``, ``mpi`` or another that torch knows; by default what fits the device.
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
         store: a torch store that all ranks share, instead of an init_method.
         timeout: seconds for reaching the master, for all ranks to come, and for each collective. The defaults are
             60 s, 300 s and torch's own 30 minutes.
-        device: ``cpu``, ``cuda``, ``cuda:1``; by default the GPU of this local rank if there is one.
+        device: ``cpu``, ``cuda``, ``cuda:1``, ``xpu``, ``npu``, ``mps``; by default the GPU of this local rank if
+            there is one. It becomes torch's current device.
         seed: for python, numpy and torch. All ranks draw the same, so that files are split and weights are made alike,
             until `px.data_parallel` or `px.track` is called; from then on each draws its own, for augmentation,
             dropout and the workers of a DataLoader.
@@ -135,12 +135,17 @@ def init(
     if not isinstance(store, dist.Store | None):
         raise UsageError(f"store is {argparser.shown(store)}; give a torch.distributed.Store, or leave it out.")
     situation = _settle(cluster.find(os.environ), rank, world_size)
-    place = backends.choose_device(device, situation.local_rank)
-    name = backends.settle(backend, place, situation.world_size, limit or _JOIN_TIMEOUT)
-    meeting, where = _meet(situation, init_method, store, limit)
+    asked = None if device is None else argparser.device(device)
+    place = accelerator.choose(asked, situation.local_rank, situation.world_size)
+    name = backends.settle(backend, place, situation.world_size, limit or JOIN_TIMEOUT)
+    own = accelerator.own_backend(name, place)
+    # Ranks on the CPU may share it, as may those whose collectives are gloo's.
+    note = accelerator.identity(place) if own and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" else ""
+    meeting, where = join(situation, init_method, store, limit, note)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
-    if place.type == "cuda":
+    if own in _BOUND_TO_DEVICE:
         options["device_id"] = place
+        backends.install()  # what a bound world needs for its groups
     number, size = situation.rank, situation.world_size
     try:
         with torch_compat.quiet_gloo():
@@ -209,7 +214,7 @@ def current() -> World:
     if _current is not None:
         return _current
     s = cluster.find(os.environ)
-    device = backends.choose_device(None, s.local_rank)
+    device = accelerator.current(getattr(dist.group.WORLD, "bound_device_id", None))
     if dist.is_initialized():
         s = _settle(s, dist.get_rank(), dist.get_world_size())
         shared = c10d.default_store()
@@ -237,35 +242,6 @@ def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situa
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     return replace(found, rank=rank, world_size=world_size, local_rank=rank, local_size=world_size, node=0, nodes=1)
-
-
-def _meet(
-    situation: Situation, init_method: str | None, store: dist.Store | None, limit: float | None
-) -> tuple[Meeting, str]:
-    from torch.distributed import PrefixStore
-
-    if store is not None:
-        if init_method is not None:
-            raise UsageError(f"both a store and init_method={init_method!r} were given; give one of them.")
-        where, hosted = type(store).__name__, False
-    else:
-        method = init_method or "env://"
-        up = False
-        if method.startswith("env://"):
-            if situation.world_size == 1 and situation.master is None:
-                return meet(tcp_store.private(), 0, 1, _JOIN_TIMEOUT, hosted_here=False), "none"
-            if situation.master is None:
-                raise UsageError(
-                    f"rank {situation.rank} of {situation.world_size} does not know where to meet; "
-                    "set MASTER_ADDR and MASTER_PORT, or give init_method='tcp://host:port'."
-                )
-            method = url_of(*situation.master)
-            up = situation.store_is_up
-        where = method.partition("://")[2]
-        store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or _REACH_TIMEOUT)
-    # torchrun's store outlives a restart, with the keys of the ranks that died; each attempt reads its own.
-    own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    return meet(own, situation.rank, situation.world_size, limit or _JOIN_TIMEOUT, hosted), where
 
 
 def _leave(world: World, *, in_order: bool) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from phalanx import cluster
 from phalanx import world as worlds
 from phalanx.argparser import shown
+from phalanx.devices import accelerator
 from phalanx.errors import PeerFailed, UsageError
 from phalanx.status import layout, own_page
 from phalanx.store.primitives import read, wait_for, write
@@ -34,7 +35,7 @@ def barrier() -> None:
         return
     import torch.distributed as dist
 
-    if world.device.type == "cuda" and "nccl" in world.backend:
+    if accelerator.own_backend(world.backend, world.device):
         dist.barrier(device_ids=[world.device.index])
     else:
         dist.barrier()

@@ -17,15 +17,24 @@ _WITHOUT_INDEX = ("mps",)
 """Kinds of which a machine has one device, and torch knows no number for it."""
 
 
-def kind() -> str | None:
-    """The type of accelerator that torch can use here, such as ``cuda``; None on a machine with CPUs alone."""
+def built_for() -> str | None:
+    """The type of accelerator that torch was built for, such as ``cuda``; there need not be a device."""
     import torch
 
     interface = getattr(torch, "accelerator", None)
     if interface is None:  # before torch 2.6
-        return "cuda" if torch.cuda.is_available() else None
+        return "cuda" if torch.version.cuda or torch.version.hip else None
     found = interface.current_accelerator()
-    return found.type if found is not None and interface.is_available() else None
+    return None if found is None else found.type
+
+
+def kind() -> str | None:
+    """The type of accelerator that torch can use here; None on a machine with CPUs alone.
+
+    torch counts NVIDIA's GPUs through NVML; is_available() would initialise CUDA, and no child could use it then.
+    """
+    name = built_for()
+    return name if name is not None and module(name).device_count() > 0 else None
 
 
 def module(device: torch.device | str) -> ModuleType:
@@ -45,25 +54,27 @@ def is_initialized(name: str) -> bool:
     return bool(getattr(module(name), "is_initialized", lambda: True)())
 
 
-def choose(asked: torch.device, local_rank: int, local_size: int) -> torch.device:
-    """The device of a local rank, made current. ``asked`` names the kind, and may name the number."""
+def choose(asked: torch.device | None, local_rank: int, world_size: int) -> torch.device:
+    """The device of a local rank, made current. ``asked`` names the kind, and may name the number; None: what is there.
+
+    Where each rank sees one device, it is the rank's own: launchers such as SLURM bind one to each task.
+    """
     import torch
 
+    if asked is None:
+        here = kind()
+        asked = torch.device("cpu" if here is None or (here in _WITHOUT_INDEX and world_size > 1) else here)
     if not serves(asked):
         return asked
-    here = kind()
-    functions = module(asked) if asked.type == here else None
+    functions = module(asked) if asked.type == kind() else None
     count = functions.device_count() if functions is not None else 0
     if functions is None or (asked.index is not None and asked.index >= count):
         raise UsageError(f"device {asked} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
     if asked.type in _WITHOUT_INDEX:
+        if world_size > 1:
+            raise UsageError(f"device {asked.type} is for one process, and there are {world_size}; use cpu.")
         return torch.device(asked.type)
-    if asked.index is None and local_rank >= count:
-        raise UsageError(
-            f"local rank {local_rank} of {local_size} has no GPU of its own: torch sees {count}; start at most {count} "
-            "ranks on this node, or give px.init(device=…)."
-        )
-    index = asked.index if asked.index is not None else local_rank
+    index = asked.index if asked.index is not None else local_rank % count
     functions.set_device(index)
     return torch.device(asked.type, index)
 
@@ -75,10 +86,18 @@ def current(bound: torch.device | None) -> torch.device:
     """
     import torch
 
-    here = kind()
-    if here is not None and is_initialized(here) and here not in _WITHOUT_INDEX:
-        return torch.device(here, module(here).current_device())
+    name = built_for()
+    if name is not None and name not in _WITHOUT_INDEX and is_initialized(name):
+        return torch.device(name, module(name).current_device())
     return bound if bound is not None else torch.device("cpu")
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from all others; empty where the driver has no such number, and for a part of a GPU."""
+    describe = getattr(module(device), "get_device_properties", None) if serves(device) else None
+    found = describe(device) if describe is not None else None
+    is_part = "MIG" in getattr(found, "name", "")  # may have the number of the whole GPU
+    return "" if is_part else str(getattr(found, "uuid", ""))
 
 
 def default_backend(device: torch.device) -> str:
@@ -87,9 +106,25 @@ def default_backend(device: torch.device) -> str:
 
     if not serves(device):
         return "gloo"
-    find = getattr(dist, "get_default_backend_for_device", None)
-    own = find(device) if find is not None else "nccl"
-    return f"cpu:gloo,{device.type}:{own}"
+    find = getattr(dist, "get_default_backend_for_device", lambda _: "nccl")  # before torch 2.6
+    try:
+        own = find(device)
+    except ValueError:
+        raise UsageError(
+            f"torch has no backend for the device {device.type}; import the package that brings it, or give px.init "
+            "a backend."
+        ) from None
+    return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+
+
+def own_backend(backend: str, device: torch.device) -> str | None:
+    """The accelerator's own among the backends of a group, such as nccl; None if the device has none there.
+
+    ``backend``: a name, or ``cpu:gloo,cuda:nccl``.
+    """
+    parts = [pair.rpartition(":") for pair in backend.split(",")]
+    own = next((name for kind, _, name in parts if kind in (device.type, "")), None)
+    return own if serves(device) and own not in (None, "gloo", "mpi", "shm", "undefined") else None
 
 
 def has_bf16(device: torch.device) -> bool:

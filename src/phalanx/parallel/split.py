@@ -38,8 +38,7 @@ def _move_inputs(
 
 def _device(given: Device) -> torch.device:
     device = argparser.device(given)
-    count = accelerator.module(device).device_count() if accelerator.serves(device) else 1
-    if accelerator.serves(device) and (device.index or 0) >= count:
+    if accelerator.serves(device) and (device.index or 0) >= (count := accelerator.module(device).device_count()):
         raise UsageError(f"a part is to go to {device}, but torch sees {count} GPU(s).")
     return device
 

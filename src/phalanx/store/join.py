@@ -11,6 +11,7 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlparse
@@ -25,6 +26,10 @@ from phalanx.system import ports, procfs
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from phalanx.cluster import Situation
+
+_REACH_TIMEOUT, JOIN_TIMEOUT = 60.0, 300.0
+"""Seconds for the store to answer, and for all ranks to come."""
 _TWIN_TIMEOUT = 2.0
 """Seconds for another process with the same rank to write down who it is."""
 _READ_SECONDS = 1.0
@@ -129,13 +134,13 @@ def _address_to_serve(host: str) -> str:
     return "::" if ":" in host else "0.0.0.0"
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: float, hosted_here: bool) -> Meeting:
+def meet(store: Store, rank: int, world_size: int, timeout: float, hosted_here: bool, note: str = "") -> Meeting:
     """Signs in to a part of the store that is for this world alone."""
     from torch.distributed import PrefixStore
 
     # A process may join, leave and join again; all do so equally often, so the number keeps the worlds apart.
     own = PrefixStore(f"phalanx/world-{next(_joins)}", store)
-    return Meeting(own, sign_in(PrefixStore("join", own), rank, world_size, timeout, hosted_here), hosted_here)
+    return Meeting(own, sign_in(PrefixStore("join", own), rank, world_size, timeout, hosted_here, note), hosted_here)
 
 
 def sign_in(
@@ -155,6 +160,53 @@ def sign_in(
         if isinstance(error, errors.PhalanxError):
             raise
         raise JoinError(f"rank {rank} lost the store while joining: {_first_line(error)}") from None
+
+
+def join(
+    situation: Situation, init_method: str | None, store: Store | None, limit: float | None, device: str
+) -> tuple[Meeting, str]:
+    """Opens the store and meets the other ranks there; returns also the address of the store.
+
+    ``device``: what tells this rank's accelerator from all others; empty if it may be shared.
+    """
+    from torch.distributed import PrefixStore
+
+    if store is not None:
+        if init_method is not None:
+            raise UsageError(f"both a store and init_method={init_method!r} were given; give one of them.")
+        where, hosted = type(store).__name__, False
+    else:
+        method = init_method or "env://"
+        up = False
+        if method.startswith("env://"):
+            if situation.world_size == 1 and situation.master is None:
+                return meet(tcp_store.private(), 0, 1, JOIN_TIMEOUT, hosted_here=False), "none"
+            if situation.master is None:
+                raise UsageError(
+                    f"rank {situation.rank} of {situation.world_size} does not know where to meet; "
+                    "set MASTER_ADDR and MASTER_PORT, or give init_method='tcp://host:port'."
+                )
+            method = url_of(*situation.master)
+            up = situation.store_is_up
+        where = method.partition("://")[2]
+        store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or _REACH_TIMEOUT)
+    # torchrun's store outlives a restart, with the keys of the ranks that died; each attempt reads its own.
+    own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    meeting = meet(own, situation.rank, situation.world_size, limit or JOIN_TIMEOUT, hosted, device)
+    check_devices(meeting.claims)
+    return meeting, where
+
+
+def check_devices(claims: Sequence[Claim]) -> None:
+    """Raises UsageError on all ranks if two of them have one device. Collectives of such ranks fail or hang."""
+    first: dict[tuple[str, str], Claim] = {}
+    for claim in claims:
+        other = first.setdefault((claim.machine, claim.note), claim)
+        if claim.note and other is not claim:
+            raise UsageError(
+                f"ranks {other.rank} and {claim.rank} have the same GPU on host {claim.host}; start one rank for each "
+                "GPU, or give px.init(device=…) another one."
+            )
 
 
 def leave_store(meeting: Meeting, size: int) -> None:
