@@ -11,6 +11,8 @@
       stall-N.txt              the Nth verdict on ranks without progress, with all that was known of each
       rank-N.log               everything that rank N printed, and the traceback it died with
       keeper.log               with several nodes: torch's messages about the connections between them
+      nccl.PID.log             the warnings of NCCL in a process of a rank, on a machine with GPUs
+      nccl_trace_rank_N        torch's last collectives of rank N, if NCCL has timed out: a pickle
       error-N.json             an ErrorRecord: the exception that ended rank N's script
       report.json              a ReportFile: how the run ended
 
@@ -30,6 +32,8 @@ from phalanx import messages, run_files
 from phalanx.messages import Count, ExitCode, Pid, Rank, Record, Seconds, Signal, Text
 
 RUN_FILE, REPORT_FILE, AGENT_EVENTS, KEEPER_LOG = "run.json", "report.json", "agent.events.jsonl", "keeper.log"
+NCCL_LOG, FLIGHT_TRACE = "nccl.{}.log", "nccl_trace_rank_"
+"""For a pid; torch appends the rank."""
 
 
 # ---- how a rank ended
@@ -145,6 +149,8 @@ class Ending(Record, frozen=True):
     """Set when the kernel has killed it, or a process that it needed, because memory had run out."""
     shared_memory: SharedMemory | None = None
     """/dev/shm at its end, when that may be the reason."""
+    evidence: tuple[Text, ...] = ()
+    """What its GPU's driver and NCCL know of its end, in sentences."""
     updates: Count = 0
     """Optimizer steps that it had made in this attempt."""
     progress: tuple[Count, Count, Count] = (0, 0, 0)

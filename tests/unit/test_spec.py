@@ -349,3 +349,22 @@ def test_stopping_ends_within_the_timeout() -> None:
     assert [round(moment - steps[0][0]) for moment, _ in steps] == [0, 9, 10]
     assert [number for _, number in stop_steps(signal.SIGTERM, 10.0)] == [signal.SIGTERM, signal.SIGKILL]
     assert [number for _, number in stop_steps(signal.SIGTERM, 0.0)] == [signal.SIGKILL]
+
+
+def test_variables_for_nccl_only_where_there_are_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "runs/1"
+
+    def settings(environ: dict[str, str], visible: str, directory: Path) -> dict[str, str]:
+        spec = LaunchSpec(Program("script", "train.py"))
+        return device_count.evidence_settings(spec, {"CUDA_VISIBLE_DEVICES": visible, **environ}, directory)
+
+    names = {"NCCL_DEBUG", "NCCL_DEBUG_FILE", "TORCH_FR_DUMP_TEMP_FILE"}
+    assert settings({}, "", run) == {}
+    assert settings({}, "0", Path("/x%p")) == {}, "NCCL would replace it"
+    assert settings({}, "0", run).keys() == names
+    assert settings({}, "0", run)["NCCL_DEBUG_FILE"] == f"{run}/nccl.%p.log"
+    assert settings({"NCCL_DEBUG": "INFO"}, "0", run).keys() == {"TORCH_FR_DUMP_TEMP_FILE"}
+    assert settings({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "x"}, "0", run).keys() == {*names} - {"TORCH_FR_DUMP_TEMP_FILE"}
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n")
+    assert settings({}, "0", run).keys() == {"TORCH_FR_DUMP_TEMP_FILE"}

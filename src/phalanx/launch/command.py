@@ -19,7 +19,7 @@ from phalanx.errors import PortBusy, UsageError
 from phalanx.launch import parse
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec import preflight
-from phalanx.launch.spec.device_count import thread_setting, visible_accelerators
+from phalanx.launch.spec.device_count import evidence_settings, thread_setting, visible_accelerators
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.system import ports
 
@@ -74,6 +74,7 @@ def run_node(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         environment = {
             **{name: value for name, value in environ.items() if name != secret.VARIABLE},
             **thread_setting(spec.nproc_per_node, environ, spec.cpus),
+            **evidence_settings(spec, environ, directory),
             "PHALANX_RUN_DIR": str(directory),
         }
         zygote = ZygoteClient(

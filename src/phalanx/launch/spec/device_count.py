@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from phalanx import events
 from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec, check_processes
 from phalanx.system import cgroups
@@ -87,6 +88,23 @@ def _torch_has(library: str) -> bool:
 
     spec = find_spec("torch")
     return spec is not None and spec.origin is not None and (Path(spec.origin).parent / "lib" / library).exists()
+
+
+def evidence_settings(spec: LaunchSpec, environ: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """Returns the variables by which NCCL and torch write what they know of a failure into the run directory.
+
+    None without GPUs. What the user has set is left alone, and with it what belongs to it.
+    """
+    where, visible = directory.absolute(), visible_accelerators(environ)
+    if visible.device != "cuda" or not (visible.names or spec.devices) or "%" in str(where):  # which NCCL would replace
+        return {}
+    files = (os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf")  # noqa: PTH111 (there may be no home)
+    found = {}
+    if not environ.keys() & {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} and not any(map(os.path.exists, files)):
+        found = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": f"{where}/{events.NCCL_LOG.format('%p')}"}
+    if not environ.keys() & {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}:
+        found["TORCH_FR_DUMP_TEMP_FILE"] = f"{where}/{events.FLIGHT_TRACE}"
+    return found
 
 
 def describe_threads(environ: Mapping[str, str], spec: LaunchSpec) -> str:
