@@ -238,14 +238,13 @@ def _becomes_shm(asked: str | None, arguments: Mapping[str, Any]) -> bool:
 
 def abort(device: torch.device, seconds: float = _TO_ABORT) -> None:
     """Leaves all groups without the other ranks; in a thread, because it may wait for a device for a long time."""
-    call = c10d.ABORT.get()
-    if call is None:
-        return
 
     def run() -> None:
+        call = c10d.ABORT.get()
         with contextlib.suppress(Exception):  # the reason for leaving is the one to be told
-            accelerator.module(device).set_device(device)  # that of a new thread is 0, where it would make a context
-            call()
+            if call is not None:
+                accelerator.module(device).set_device(device)  # a new thread has 0, and would make a context there
+                call()
 
     thread = threading.Thread(target=run, name="phalanx-abort", daemon=True)
     thread.start()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import Outcome
+from tests.unit.test_devices import fake_nvml
 
 JOIN = 'px.init(device="sim:0", backend="simccl", timeout={})'
 
@@ -17,16 +18,24 @@ def report(directory: Path) -> dict[str, object]:
 
 
 def test_a_sticky_error_of_one_device(on_sim: Callable[..., Outcome], tmp_path: Path) -> None:
-    ran = on_sim(f"""
+    """NVIDIA's driver, which here is a fake, lists the rank on its first GPU."""
+    fake_nvml(tmp_path)
+    ran = on_sim(
+        f"""
+        import os, pathlib
         with {JOIN.format(60)} as world:
             x = torch.ones(4, device=world.device)
             if world.rank == 1:
+                pathlib.Path("pid").write_text(str(os.getpid()))
                 sim.device.fail("an illegal memory access was encountered")
             torch.distributed.all_reduce(x)
             print(x.sum().item())
-    """)
+        """,
+        env={"LD_LIBRARY_PATH": str(tmp_path), "FAKE_NVML_PID": str(tmp_path / "pid")},
+    )
     assert "phalanx: rank 1 failed: SIM error: an illegal memory access was encountered\n" in ran.err
     assert "errors of a device are noticed late: the line may be another one\n" in ran.err
+    assert "\n  its GPU 0, Fake H100: 60.0 of 80.0 GiB" in ran.err
     assert "  rank 0 fell with it" in ran.err
     found = report(tmp_path)
     assert (found["cause"]["rank"], found["victims"]) == (1, [0])  # type: ignore[index]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import pytest
 import torch
 
 from phalanx import backends, messages
+from phalanx.devices import kernel_log
+from phalanx.devices.gpu_state import GpuState
 from phalanx.events import Ending, ErrorRecord, Frame, HangRecord
-from phalanx.failure import failure_text
+from phalanx.failure import failure_text, gpu_evidence
 from phalanx.failure.root_cause import find_cause, is_consequence, is_victim
 from phalanx.launch.agent.failure_judge import FailureJudge
 from phalanx.launch.agent.rank_process import RankProcess
@@ -22,8 +27,9 @@ from phalanx.launch.multinode import SingleNode
 from phalanx.launch.output.line_splitter import Tail
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
+from phalanx.system import procfs
 from phalanx.torch_compat import c10d
-from tests.unit.test_devices import DUPLICATE, REMOTE
+from tests.unit.test_devices import DUPLICATE, KERNEL_LOG, REMOTE
 
 # The form of each is that of the public reports named beside it; the numbers and paths are made up.
 STACK = "".join(
@@ -237,3 +243,90 @@ def test_which_errors_of_nccl_are_consequences(text: str, expected: bool) -> Non
     error = raised(0, 1.0, BACKEND, text).error
     assert error is not None
     assert is_consequence(error) == expected
+
+
+# ---- what the driver and NCCL know
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 572.00 MiB. GPU 0 has a total capacity of 39.49 GiB of which 321.31 MiB is "
+    "free. Process {} has 414.00 MiB memory in use. Including non-PyTorch memory, this process has 37.46 GiB memory in "
+    "use. Process {} has 1.20 GiB memory in use. Of the allocated memory 36.04 GiB is allocated by PyTorch, and 321.37 "
+    "MiB is reserved by PyTorch but unallocated."
+)  # awslabs/keys_values#92
+OLDER_OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 690.00 MiB (GPU 0; 39.59 GiB total capacity; 973.79 MiB already allocated; "
+    "474.62 MiB free; 1.72 GiB reserved in total by PyTorch)"
+)  # raoyongming/DenseCLIP#52
+NCCL_LOG = """\
+NCCL version 2.27.3+cuda12.9
+node7:3063028:3066152 [3] include/alloc.h:178 NCCL WARN Cuda failure 'out of memory'
+
+node7:3063028:3066152 [3] include/alloc.h:185 NCCL WARN Failed to CUDA calloc 6291456 bytes
+node7:3063028:3066152 [3] NCCL INFO transport/p2p.cc:204 -> 1
+[2026-05-05 06:16:47] node7:3063028:3066152 [3] proxy.cc:1519 NCCL WARN \x1b[1m[Proxy Service 3] Failed to execute
+"""  # NVIDIA/nccl#1235
+USER, GIB = pwd.getpwuid(os.getuid()).pw_name, 1 << 30
+
+
+def told(ending: Ending, directory: Path, *states: GpuState, log: str = "", others: Sequence[Ending] = ()) -> list[str]:
+    """What is known of the GPU of the first of these. ``log``: that of the kernel."""
+    (directory / "kmsg").write_text(log)
+    xids = kernel_log.xids(60.0, directory / "kmsg", now=100.0)
+    [first, *_] = gpu_evidence.add([ending, *others], states, xids, directory)
+    return list(first.evidence)
+
+
+def test_who_else_uses_the_gpu_after_an_out_of_memory(tmp_path: Path) -> None:
+    other = raised(1, 1.0, "ValueError", "x")
+    text = OUT_OF_MEMORY.format(101, os.getpid())
+    name = Path(procfs.command(os.getpid()).split()[0]).name
+    expected = f"also in its memory: rank 1 of this run 414.00 MiB, pid {os.getpid()} ({name} of {USER}) 1.20 GiB"
+    assert told(raised(0, 1.0, "torch.OutOfMemoryError", text), tmp_path, others=[other]) == [expected]
+    # torch has not found its own process in the driver's list: that counts pids as the host does.
+    hidden = text.replace("this process has", "somebody has")
+    assert told(raised(0, 1.0, "torch.OutOfMemoryError", hidden), tmp_path, others=[other]) == [
+        f"also in its memory: pid 101 of the host 414.00 MiB, pid {os.getpid()} of the host 1.20 GiB"
+    ]
+    # An older torch, and other kinds of device, do not say who.
+    gpu = GpuState(
+        2, "H100", memory_used=39 * GIB, memory_total=40 * GIB, processes=((100, 39 * GIB), (101, GIB), (9, 2**64 - 1))
+    )
+    older = raised(0, 1.0, "torch.cuda.OutOfMemoryError", OLDER_OUT_OF_MEMORY)
+    assert told(older, tmp_path, gpu, others=[other])[1] == "also in its memory: rank 1 of this run 1.0 GiB, pid 9"
+    assert len(told(raised(0, 1.0, "ValueError", "x"), tmp_path, gpu)) == 1
+
+
+def test_errors_of_the_hardware_beside_a_rank(tmp_path: Path) -> None:
+    gpu = GpuState(
+        2, "H100", memory_used=GIB, memory_total=40 * GIB, ecc_errors=3, bus="0000:b3:00", processes=((100, GIB),)
+    )
+    seen = told(raised(0, 1.0, "ValueError", "x"), tmp_path, gpu, log=KERNEL_LOG)
+    assert seen[1:] == [
+        "GPU 2: 3 uncorrectable ECC errors since its driver was loaded (nvidia-smi -q)",
+        "the driver has logged Xid 79 for the GPU at 0000:b3:00: the GPU has fallen off the bus: the machine needs a "
+        "restart, or its hardware a check",
+    ]
+    # By the pid of a rank that has ended; without a pid, for every rank that its device has ended.
+    assert [line[:29] for line in told(raised(0, 1.0, "ValueError", "x"), tmp_path, log=KERNEL_LOG)] == []
+    aborted = told(ended(0, ILLEGAL), tmp_path, log=KERNEL_LOG.replace("pid=77", "pid=100"))
+    assert [line[:29] for line in aborted] == ["the driver has logged Xid 31 ", "the driver has logged Xid 79 "]
+
+
+def test_what_nccl_and_torch_have_written_into_the_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "nccl.100.log").write_text("x" * (1 << 20) + "\n" + NCCL_LOG)
+    (tmp_path / "nccl_trace_rank_0").write_bytes(b"a pickle that nobody loads")
+    warned, traced = told(raised(0, time.time(), BACKEND, CUDA_CALL), tmp_path)
+    assert warned == "NCCL has warned: Failed to CUDA calloc 6291456 bytes; [1m[Proxy Service 3] Failed to execute"
+    assert traced.startswith("torch has written the last collectives of each rank: torchfrtrace -p nccl_trace_rank_ ")
+    assert told(raised(0, time.time() + 3600, BACKEND, CUDA_CALL), tmp_path) == [warned], "of an earlier attempt"
+    (tmp_path / "nccl.100.log").unlink()
+    (tmp_path / "nccl.100.log").symlink_to("/etc/passwd")
+    (tmp_path / "nccl_trace_rank_0").unlink()
+    assert told(raised(0, 1.0, BACKEND, CUDA_CALL), tmp_path) == []
+
+
+def test_evidence_fills_the_room_that_is_left() -> None:
+    ending = messages.replace(ended(2, ILLEGAL + "printed\n" * 9), evidence=tuple(f"fact {n}" for n in range(20)))
+    block = block_of(ending)
+    assert len(block) <= 15
+    assert "  fact 3" in block

@@ -12,6 +12,8 @@ from phalanx.devices import gpu_state, kernel_log
 from phalanx.failure import device_errors
 
 FAKE_NVML = r"""
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 typedef struct { unsigned long long total, free, used; } memory_info;
@@ -52,9 +54,13 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *
 }
 int nvmlDeviceGetTotalEccErrors(void *handle, int kind, int counter, unsigned long long *count) { return 3; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, process *found) {
+    const char *path = getenv("FAKE_NVML_PID"); /* a file with the number of a process on the first GPU */
+    FILE *file = path && !*(int *)handle ? fopen(path, "r") : NULL;
     *count = 1; found[0].pid = 4242; found[0].memory = 5ull << 30;
+    if (file) { fscanf(file, "%u", &found[0].pid); fclose(file); }
     return 0;
 }
+int nvmlDeviceGetPciInfo_v3(void *handle, char *info) { strcpy(info, "0000:B3:00.0"); return 0; }
 """
 
 
@@ -71,6 +77,7 @@ def test_the_state_of_gpus(tmp_path: Path) -> None:
     assert (spinning.memory_used, spinning.memory_total) == (60 << 30, 80 << 30)
     assert (spinning.utilization, spinning.power, spinning.power_limit) == (100, 120.0, 700.0)
     assert spinning.processes == ((4242, 5 << 30),)
+    assert spinning.bus == "0000:b3:00"
     assert spinning.ecc_errors is None  # not supported by this GPU
     assert (spinning.is_spinning, spinning.throttled_by) == (True, ())
     assert (hot.is_spinning, hot.throttled_by) == (False, ("its temperature",))

@@ -31,11 +31,13 @@ _IDLE_POWER = 0.5
 """A GPU that is busy all the time below this share of its power limit spins: a kernel of NCCL that waits does so."""
 
 
-class GpuState(Record):
+class GpuState(Record, frozen=True):
     """One GPU at one moment. None: the driver does not report it."""
 
     index: int
     name: str
+    bus: str = ""
+    """Its PCI address, as the kernel's log has it."""
     memory_used: int | None = None
     memory_total: int | None = None
     utilization: int | None = None
@@ -119,6 +121,8 @@ def _state(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> GpuState:
     has_utilization = _call(nvml, "nvmlDeviceGetUtilizationRates", handle, ctypes.byref(utilization))
     name = ctypes.create_string_buffer(96)
     _call(nvml, "nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))
+    address = ctypes.create_string_buffer(128)  # a larger structure, which begins with the address
+    _call(nvml, "nvmlDeviceGetPciInfo_v3", handle, address)
     power, limit = (
         _number(nvml, function, ctypes.c_uint, handle)
         for function in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
@@ -128,6 +132,7 @@ def _state(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> GpuState:
     return GpuState(
         index=index,
         name=name.value.decode(errors="replace"),
+        bus=address.value.decode(errors="replace").lower().partition(".")[0],
         memory_used=memory.used if has_memory else None,
         memory_total=memory.total if has_memory else None,
         utilization=utilization.gpu if has_utilization else None,

@@ -112,6 +112,7 @@ def _ended_ranks(run: Run, report: ReportFile) -> list[str]:
         memory = f", {in_bytes(ending.memory)} at most" if ending.memory else ""
         why = f": {headline(ending)}" if ending.error is not None else ""
         found.append(clip(f"rank {ending.rank}: {role}, {exit_text(ending)}{by}{memory}{why}"))
+        found += [clip(f"    {sentence}") for sentence in ending.evidence if role != "the cause" and not ending.asked]
         if ending.failed and tails < _TAILS and role != "the cause":  # whose lines are above already
             tails += 1
             last = run_directory.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]

@@ -29,7 +29,7 @@ _OWN_MESSAGE = re.compile(r"(CUDA|HIP|XPU|NPU|SIM) error: |NCCL |\[(PG|Rank|\d)"
 """How the message of an exception begins that is about nothing else."""
 _NOISE = re.compile(
     r"\s*frame #\d+: |.*Exception raised from .* \(most recent call first\):|<omitting python frames>"
-    r"|.*destroy_process_group\(\) was not called|terminate called (after|recursively)|\s*$"
+    r"|.*destroy_process_group\(\) was not called|terminate called (after|recursively|without)|\s*$"
 )
 _OPS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather_into_tensor"}
 _CONSEQUENCES = ("ncclRemoteError", "ncclInProgress")

@@ -47,6 +47,8 @@ def failure_block(
     if verdict.victims:
         ending.append(f"  {_ranks(verdict.victims)} fell with it")
     ending.append(f"  {'traceback and ' if cause.error else ''}output: {log}")
+    known = [line for sentence in cause.evidence for line in _folded(f"  {sentence}", 2)]
+    lines += known[: max(0, _HEIGHT - len(lines) - len(ending))]
     room = _HEIGHT - len(lines) - len(ending) - 1
     printed = [line for line in cause.tail if not line.startswith("phalanx: ")]  # which says nothing of the failure
     if printed and room > 0:

@@ -107,10 +107,7 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
 
 
 def _missing(timed_out: Sequence[Ending], endings: Sequence[Ending]) -> list[Ending]:
-    """Returns the ranks that the others have waited for: those that were stopped while they were in no collective.
-
-    Empty if a rank ended for another reason than a timeout of its device's collective.
-    """
+    """Returns the ranks that others have waited for until they timed out: those stopped while in no collective."""
     first = timed_out[0]
     if first.device_error is None or any(not one.device_error or not one.device_error.awaited for one in timed_out):
         return []
@@ -136,9 +133,7 @@ def _sides(cause: Ending, failures: Sequence[Ending]) -> dict[Frame | None, list
 
 
 def _is_alike(one: Ending, other: Ending) -> bool:
-    """True for the same exception or crash from the same line, the same error of a device, and ranks of one host that
-    ran out of memory.
-    """
+    """True for the same device error, exception or crash from one line, and ranks of a host that ran out of memory."""
     if one.out_of_memory or other.out_of_memory:
         return one.out_of_memory is not None and other.out_of_memory is not None and one.host == other.host
     if one.device_error is not None and one.device_error == other.device_error:  # noticed at any line

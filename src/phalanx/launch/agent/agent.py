@@ -175,7 +175,7 @@ class Agent:
         self._read_last_output()
         endings = self._watchdogs.add_memory(run.endings())
         if any(ending.failed for ending in endings):
-            endings = self._judge.add_calls(endings)
+            endings = self._judge.add_evidence(endings)
         self._record.keep_errors(endings)
         run.close()
         return endings

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import events, messages
 from phalanx.events import Ending, Frame
+from phalanx.failure import gpu_evidence
 from phalanx.failure.crash_loop import CrashLoop, identity
 from phalanx.failure.failure_text import failure_block, one_line
 from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_victim
@@ -37,9 +38,12 @@ class FailureJudge:
         self._watchdogs, self._peers = watchdogs, peers
         self._crash_loop = CrashLoop()
 
-    def add_calls(self, endings: Sequence[Ending]) -> list[Ending]:
-        """The same, with the progress of the ranks that failed, and the collectives they were in."""
-        return [self._with_call(ending) if ending.failed else ending for ending in endings]
+    def add_evidence(self, endings: Sequence[Ending]) -> list[Ending]:
+        """The same, with the progress of the ranks that failed, their collectives, and what is known of their GPUs."""
+        endings = [self._with_call(ending) if ending.failed else ending for ending in endings]
+        states = self._watchdogs.gpus or ()
+        xids = gpu_evidence.recent_xids(self._record.started, states)
+        return gpu_evidence.add(endings, states, xids, self._directory)
 
     def _with_call(self, ending: Ending) -> Ending:
         page = reading.read(layout.status_path(self._directory, ending.rank))

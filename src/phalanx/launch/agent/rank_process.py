@@ -108,10 +108,14 @@ class RankProcess:
         return self._dump + (b"" if self._unfinished.startswith(b'{"') else self._unfinished)
 
     @property
+    def has_failed(self) -> bool:
+        exited = self.exited
+        return self.error is not None or (exited is not None and bool(exited.signal or exited.exit_code))
+
+    @property
     def is_victim(self) -> bool:
         """Whether its error, or what it has printed before it crashed, says only that another rank went away."""
-        has_crashed = self.exited is not None and (self.exited.signal == signal.SIGABRT or self.exited.exit_code)
-        if self.error is None and not has_crashed:
+        if not self.has_failed:
             return False
         from phalanx.failure import root_cause  # a healthy run needs nothing of failure
 
@@ -143,8 +147,7 @@ class RankProcess:
         """Returns how it ended; only after it has exited and its pipes are read to the end."""
         assert self.exited is not None
         error, leaving = self.error, self._leaving
-        has_failed = bool(self.exited.signal or self.exited.exit_code)
-        if error is None and leaving is not None and has_failed and self._exit_time - leaving.time < _TO_LEAVE:
+        if error is None and leaving is not None and self.has_failed and self._exit_time - leaving.time < _TO_LEAVE:
             error = leaving
         failed_at = error.time if error else self._exit_time
         ending = events.Ending(

@@ -19,6 +19,7 @@ from phalanx.watchdog.memory import MemoryWatchdog
 from phalanx.watchdog.oom import Counters
 
 if TYPE_CHECKING:
+    from phalanx.devices.gpu_state import GpuState
     from phalanx.watchdog.exchange import Exchange
     from phalanx.watchdog.stall.stall_detector import StallDetector
     from phalanx.watchdog.straggler.across_nodes import PaceExchange
@@ -43,6 +44,8 @@ class Watchdogs:
         self._attempt: AttemptRun | None = None
         self._failed: set[str] = set()
         """The watchdogs that have failed at some time."""
+        self.gpus: list[GpuState] | None = None
+        """The GPUs when the first rank had failed, and the others still used them."""
         self._stall: HangRecord | None = None
         """The last verdict on ranks that stand still."""
         self._stall_ended = math.inf
@@ -54,7 +57,7 @@ class Watchdogs:
 
         ``place``: the run directory as it is printed; ``exchange``: with the other nodes, if there are any.
         """
-        self.hang = self._stall = None
+        self.hang = self._stall = self.gpus = None
         self._place, self._exchange = place, exchange
         self._memory = MemoryWatchdog(self._counters)
         self._progress: tuple[PaceMonitor, PaceExchange, StallDetector] | None = None
@@ -82,6 +85,9 @@ class Watchdogs:
         """Does what is due. To be called in every turn of the agent's loop."""
         self._attempt, ranks, now = attempt, attempt.ranks, time.monotonic()
         self._guarded("memory", lambda: self._memory.turn(ranks.values(), now))
+        if self.gpus is None and any(rank.has_failed for rank in ranks.values()):
+            self.gpus = []
+            self._guarded("GPUs", self._read_gpus)
         if not self._has_started and attempt.any_started:
             self._has_started = True
             self._progress_due = min(self._progress_due, now + _SOON)
@@ -104,6 +110,11 @@ class Watchdogs:
             self._stall, self._stall_ended = stalled.verdict or self._stall, math.inf if stalled.verdict else now
             if stalled.kills:
                 self.hang = stalled.verdict
+
+    def _read_gpus(self) -> None:
+        from phalanx.devices import gpu_state  # only after a failure
+
+        self.gpus = gpu_state.read()
 
     def _guarded(self, what: str, look: Callable[[], None]) -> None:
         """A watchdog error never stops a run: there may be no thread to be had, or no file."""
