@@ -5,9 +5,12 @@ Each section asserts; the ones that train compare with the same training in one 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as px
+from phalanx.checkpoint.storage.shard_file import DeferredTensor, ShardReader
 from tests.devices import sim, simccl
 
 BATCH, STEPS = 8, 4
@@ -163,6 +167,30 @@ class Run:
             px.log(loss=loss)
 
 
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[weakref.ref[Tensor]]]:
+    """The tensors that are read from a checkpoint; no two of them are on the host at a time."""
+    reads: list[weakref.ref[Tensor]] = []
+    plain = ShardReader.read
+
+    def counted(reader: ShardReader, name: str) -> Tensor:
+        found = plain(reader, name)
+        if isinstance(found, DeferredTensor) and found.shape:
+            read = found.read
+
+            def read_alone() -> Tensor:
+                assert not any(each() is not None for each in reads)
+                tensor = read()
+                reads.append(weakref.ref(tensor))
+                return tensor
+
+            found.read = read_alone
+        return found
+
+    with mock.patch.object(ShardReader, "read", counted):
+        yield reads
+
+
 def resumed(world: px.World) -> None:
     """A run that ends after an epoch and resumes has the bits of one that goes on: the device's generator too."""
     run = Run(world)
@@ -174,7 +202,9 @@ def resumed(world: px.World) -> None:
     again = Run(world)
     torch.manual_seed(world.rank)  # the device's generator too
     with px.Checkpointer("checkpoints") as checkpointer:
-        assert checkpointer.load_latest(again.state) is again.state
+        with counted_reads() as reads:
+            assert checkpointer.load_latest(again.state) is again.state
+        assert len(reads) == 18, "six parameters, and two moments of each"
         assert again.state.step == 1
         assert again.state.extra["kept"] == "a text"
         moments = [each["exp_avg"].device.type for each in again.optimizer.state.values()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +22,11 @@ from phalanx.checkpoint import command, flatten, sharding
 from phalanx.checkpoint.catalog import Catalog
 from phalanx.checkpoint.flatten import NamedTensor
 from phalanx.checkpoint.schedule import Schedule
-from phalanx.checkpoint.storage import local
+from phalanx.checkpoint.storage import local, shard_file
 from phalanx.checkpoint.storage.base import Checksum, open_storage
 from phalanx.checkpoint.storage.manifest import Broken, Chunk, Manifest, SavedTensor, decode
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.torch_compat.tensors import tree_flatten
 
 
 def model_of(value: float, rows: int = 4) -> nn.Module:
@@ -253,6 +255,68 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         px.State(sampler=range(3))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="both a State and model were given"):
         px.Checkpointer(tmp_path).save(px.State(), model=model)
+
+
+def kilobytes(name: str) -> int:
+    return int(re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+
+
+def test_loading_takes_the_memory_of_one_tensor(tmp_path: Path) -> None:
+    """Not of the whole state: on a node with 8 GPUs every rank would hold it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is used now
+    except OSError as error:
+        pytest.skip(f"the peak of memory cannot be reset here: {error}")
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+    with px.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, model=model)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    nn.utils.vector_to_parameters(torch.zeros(sum(each.numel() for each in expected)), model.parameters())
+    Path("/proc/self/clear_refs").write_text("5")
+    before = kilobytes("VmRSS")
+    px.Checkpointer(tmp_path).load_latest(model=model)
+    grown = kilobytes("VmHWM") - before
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected, strict=True))
+    assert grown < 24_000, f"{grown} kB for a state of 65,536 kB"
+
+
+def test_a_state_that_was_read_piecemeal_is_made_of_plain_tensors(tmp_path: Path) -> None:
+    """Whatever an optimizer keeps, and whatever a hook of the model does with the tensors."""
+    model, seen = nn.Linear(3, 3), []
+    optimizers = [torch.optim.Adam(model.parameters()), torch.optim.LBFGS(model.parameters())]
+    for optimizer in optimizers:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step(lambda: model(torch.ones(1, 3)).pow(2).sum())
+    for step, optimizer in enumerate(optimizers):
+        with px.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, model=model, optimizer=optimizer)
+
+    def hook(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
+        seen.append((type(state["weight"].cpu()), state["weight"].numpy().shape, f"{state['bias']}"))
+        state["weight"] = state["weight"] * 2
+
+    for step, optimizer in enumerate(optimizers):
+        other = nn.Linear(3, 3)
+        other.register_load_state_dict_pre_hook(hook)
+        fresh = type(optimizer)(other.parameters())
+        px.Checkpointer(tmp_path).load(step, model=other, optimizer=fresh)
+        assert torch.equal(other.weight, model.weight * 2)
+        assert seen[-1] == (Tensor, (3, 3), f"{model.bias.detach()}")
+        leaves = tree_flatten([*fresh.state.values()])[0]
+        assert {type(leaf) for leaf in leaves if isinstance(leaf, Tensor)} == {Tensor}
+        copies = tree_flatten([*optimizer.state.values()])[0]
+        pairs: Any = zip(leaves, copies, strict=True)
+        assert all(torch.equal(*pair) for pair in pairs if isinstance(pair[0], Tensor))
+
+
+def test_a_disk_that_fails_in_the_middle_of_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1)
+    fill = shard_file._fill
+    monkeypatch.setattr(
+        shard_file, "_fill", lambda file, tensor: (broken_disk if tensor.dim() == 2 else fill)(file, tensor)
+    )
+    with pytest.raises(CheckpointError, match=r"step-1 in .* loaded in part: .*Input/output error"):
+        px.Checkpointer(tmp_path).load_latest(model=model_of(9))
 
 
 def test_groups_of_an_optimizer_have_to_fit_and_its_order_need_not(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from phalanx.checkpoint.save import Saving
 from phalanx.checkpoint.sharding import ShardBuffer
 from phalanx.checkpoint.state import capture_random, check_random, restore_random
 from phalanx.checkpoint.storage.base import ALIGNMENT
-from phalanx.devices import streams
+from phalanx.devices import accelerator
 from phalanx.errors import CheckpointError
 
 
@@ -334,7 +334,7 @@ def test_host_memory_is_pinned_in_its_own_size_and_given_back(monkeypatch: pytes
     del buffer
     assert not pinned
     with pytest.raises(RuntimeError, match="cannot pin 2147483648 bytes of host memory: cudaHostRegister returned 2"):
-        streams.pinned(2 << 30, torch.device("cuda", 0))
+        accelerator.host_memory(2 << 30, torch.device("cuda", 0))
 
 
 def test_the_generator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

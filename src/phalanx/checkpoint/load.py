@@ -1,6 +1,6 @@
-"""Loading: rank 0 selects a checkpoint, every rank reads it and checks that it fits, and all load it or none does.
+"""Loading: rank 0 selects a checkpoint, every rank checks that it is whole and fits, and all load it or none does.
 
-Nothing of the state is changed before all of the checkpoint was read on all ranks.
+Nothing of the state is changed before that. Then the tensors of the model and the optimizer are read one by one.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from phalanx import attempt
@@ -72,19 +73,22 @@ class _ShardedContent:
         except (TypeError, ValueError, LookupError, AttributeError):
             raise Broken("its values are damaged") from None
 
-    def read(self, parts: set[str], rank: int) -> tuple[StateDict, object]:
+    def read(
+        self, parts: set[str], rank: int, files: contextlib.ExitStack, deferred: Container[str] = ()
+    ) -> tuple[StateDict, object]:
         """Returns these parts, as `State.load_state_dict` takes them, and the random generators of a rank.
 
-        ``extra`` is read in any case, unless that would run code.
+        ``extra`` is read in any case, unless that would run code. Tensors in ``deferred`` are read when they are used,
+        until ``files`` are closed.
         """
         manifest = self._manifest
-        with ShardReader(self._storage, self._directory, manifest) as shards:
-            decoder = Decoder(shards.read, self._unpickle)
-            nested = {part: decoder.decode(node) for part, node in manifest.values.items() if part in parts}
-            if "extra" in manifest.values.keys() - parts:
-                with contextlib.suppress(_NotTrusted):
-                    nested["extra"] = decoder.decode(manifest.values["extra"])
-            return {**nested, "step": manifest.step}, decoder.decode(manifest.rng[rank])
+        shards = files.enter_context(ShardReader(self._storage, self._directory, manifest, deferred))
+        decoder = Decoder(shards.read, self._unpickle)
+        nested = {part: decoder.decode(node) for part, node in manifest.values.items() if part in parts}
+        if "extra" in manifest.values.keys() - parts:
+            with contextlib.suppress(_NotTrusted):
+                nested["extra"] = decoder.decode(manifest.values["extra"])
+        return {**nested, "step": manifest.step}, decoder.decode(manifest.rng[rank])
 
     def _unpickle(self, content: Tensor) -> object:
         if not self._trust:
@@ -95,13 +99,22 @@ class _ShardedContent:
         return flatten.unpickle(content)
 
 
-def prepare(storage: Storage, entry: Entry, state: State, world: World, trust: bool) -> Callable[[], None]:
-    """Reads a checkpoint, as far as ``state`` needs it, and returns a function that loads it into ``state``."""
+def prepare(
+    storage: Storage, entry: Entry, state: State, world: World, trust: bool, files: contextlib.ExitStack
+) -> Callable[[], None]:
+    """Checks a checkpoint, as far as ``state`` needs it, and returns a function that loads it into ``state``.
+
+    That function reads the tensors of the model and the optimizer one by one: no rank holds all of them twice.
+    """
     assert entry.manifest is not None
     has_same_size = entry.manifest.world_size == world.size
     content = open_content(storage, entry, trust)
     _check_fit(f"step {entry.step} in {storage}", entry.manifest, content, state)
-    nested, generators = content.read({*state.parts}, world.rank if has_same_size else 0)
+    deferred = {f"model.{name}" for name in state.parameters()}
+    # Another class than torch's may do anything with the tensors that it is given.
+    if getattr(type(state.optimizer), "load_state_dict", None) is torch.optim.Optimizer.load_state_dict:
+        deferred |= {name for name in entry.manifest.tensors if name.startswith("optimizer.state.")}
+    nested, generators = content.read({*state.parts}, world.rank if has_same_size else 0, files, deferred)
     rng = check_random(generators)
     if not isinstance(nested.get("extra", {}), dict):
         raise Broken("its values are damaged")
@@ -213,23 +226,27 @@ class CheckpointSelector:
         if problem := self._first_of_all(self._catalog.verify(entry, coordinator.rank, coordinator.size)):
             return problem
         apply, problem, refusal = None, "", ""
-        try:
-            apply = prepare(self._catalog.storage, entry, state, worlds.current(), self._trust)
-        except OSError as error:
-            problem = f"it cannot be read: {error.strerror or error}"
-        except Broken as error:
-            problem = str(error)
-        except (CheckpointError, UsageError) as error:
-            refusal = str(error)
-        except Exception as error:  # noqa: BLE001  (mostly of the user's own code; all ranks report it)
-            where = f"rank {coordinator.rank} could not load {directory} in {self._catalog.storage}"
-            refusal = f"{where}: {type(error).__name__}: {error}"
-        if refusal := self._first_of_all(refusal):
-            raise CheckpointError(refusal)
-        if problem := self._first_of_all(problem):
-            return problem
-        assert apply is not None
-        apply()
+        with contextlib.ExitStack() as files:
+            try:
+                apply = prepare(self._catalog.storage, entry, state, worlds.current(), self._trust, files)
+            except OSError as error:
+                problem = f"it cannot be read: {error.strerror or error}"
+            except Broken as error:
+                problem = str(error)
+            except (CheckpointError, UsageError) as error:
+                refusal = str(error)
+            except Exception as error:  # noqa: BLE001  (mostly of the user's own code; all ranks report it)
+                where = f"rank {coordinator.rank} could not load {directory} in {self._catalog.storage}"
+                refusal = f"{where}: {type(error).__name__}: {error}"
+            if refusal := self._first_of_all(refusal):
+                raise CheckpointError(refusal)
+            if problem := self._first_of_all(problem):
+                return problem
+            assert apply is not None
+            try:
+                apply()
+            except (OSError, Broken) as error:  # although all ranks had found it whole
+                raise CheckpointError(f"{directory} in {self._catalog.storage} was loaded in part: {error}") from None
         attempt.resume_from(state.step)
         log_event(coordinator.rank, "loaded", step=state.step, seconds=time.perf_counter() - started)
         return ""
@@ -246,7 +263,8 @@ def export(storage: Storage, entry: Entry, out: Path, trust: bool) -> int:
     from safetensors.torch import save_file
 
     try:
-        nested, _ = open_content(storage, entry, trust).read({"model"}, 0)
+        with contextlib.ExitStack() as files:
+            nested, _ = open_content(storage, entry, trust).read({"model"}, 0, files)
     except Broken as error:
         raise CheckpointError(f"{entry.directory} in {storage} is damaged: {error}.") from None
     tensors = {name: value for name, value in nested.get("model", {}).items() if isinstance(value, Tensor)}

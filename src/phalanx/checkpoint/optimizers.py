@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import nn
 
 from phalanx.checkpoint.storage.manifest import Broken
+from phalanx.checkpoint.storage.shard_file import read_deferred
 from phalanx.checkpoint.storage.values import StateDict, Stateful
 from phalanx.errors import CheckpointError
 
@@ -31,17 +32,17 @@ def by_name(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter]) ->
 
 
 def load(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter], state: StateDict) -> None:
-    """Loads what `by_name` has returned."""
+    """Loads what `by_name` has returned. Tensors that are still in a file go to the devices of their parameters."""
     check(optimizer, state)
     saved = [group["params"] for group in state["param_groups"]]
     sources = _match(saved, _names(optimizer, parameters))
     numbers = optimizer.state_dict()["param_groups"]
     groups, states = [], {}
-    for group, names, own in zip(state["param_groups"], sources, numbers, strict=True):
+    for group, names, own, given in zip(state["param_groups"], sources, numbers, optimizer.param_groups, strict=True):
         groups.append({**group, "params": own["params"]})
-        for name, number in zip(names, own["params"], strict=True):
+        for name, number, parameter in zip(names, own["params"], given["params"], strict=True):
             if name in state["state"]:
-                states[number] = state["state"][name]
+                states[number] = read_deferred(state["state"][name], parameter.device)
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

@@ -18,7 +18,7 @@ from phalanx.checkpoint.flatten import Flat, NamedTensor, digest
 from phalanx.checkpoint.storage.base import ALIGNMENT
 from phalanx.checkpoint.storage.manifest import Chunk, SavedTensor, Share
 from phalanx.checkpoint.storage.shard_file import DTYPE_NAMES, lay_out
-from phalanx.devices import accelerator, streams
+from phalanx.devices import accelerator
 from phalanx.errors import CheckpointError
 from phalanx.torch_compat.tensors import VERSION
 
@@ -142,14 +142,12 @@ class ShardBuffer:
                 self._deferred.append(_DeferredCopy(rows.named.name, source, target))
                 continue
             target.copy_(source, non_blocking=source.device in devices)
-        self._copied = [streams.recorded_event(device) for device in devices]
+        self._copied = [accelerator.recorded_event(device) for device in devices]
 
     def _reserve(self, device: torch.device | None) -> None:
         """Makes room for the file. The memory is aligned, so that it can be written to a disk directly."""
         if len(self._memory) < self.bytes:
-            size = self.bytes + ALIGNMENT
-            self._memory = self._allocated = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-            self._allocated = torch.empty(size, dtype=torch.uint8) if device is None else streams.pinned(size, device)
+            self._allocated = accelerator.host_memory(self.bytes + ALIGNMENT, device)
             begin = -self._allocated.data_ptr() % ALIGNMENT
             self._memory = self._allocated[begin : begin + self.bytes]
 

@@ -5,8 +5,9 @@ Only `choose` makes a device current. Nothing here initialises a device in a pro
 
 from __future__ import annotations
 
+import weakref
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 
@@ -150,3 +151,33 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 def _argument(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type in _WITHOUT_INDEX else (device,)
+
+
+def copy_stream(device: torch.device) -> Any | None:
+    """A new stream for copies beside the kernels; None on CPUs, and where a device has one queue for everything."""
+    make = getattr(module(device), "Stream", None) if serves(device) else None
+    return None if make is None else make(device)
+
+
+def recorded_event(device: torch.device) -> Any:
+    """An event after all that was launched on the device so far; its ``synchronize()`` waits for that alone."""
+    functions = module(device)
+    event = functions.Event()
+    event.record(*([functions.current_stream(device)] if hasattr(functions, "current_stream") else []))
+    return event
+
+
+def host_memory(size: int, device: torch.device | None) -> torch.Tensor:
+    """Bytes on the host, pinned for copies from CUDA and ROCm. Whoever takes a part of it keeps the whole.
+
+    It is registered in its own size: what torch itself pins is rounded up to a power of two.
+    """
+    import torch
+
+    memory = torch.empty(size, dtype=torch.uint8)
+    cudart = None if device is None else getattr(module(device), "cudart", None)
+    if cudart is not None:
+        if code := int(cudart().cudaHostRegister(memory.data_ptr(), size, 0)):
+            raise RuntimeError(f"CUDA cannot pin {size} bytes of host memory: cudaHostRegister returned {code}")
+        weakref.finalize(memory, cudart().cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.devices import streams
+from phalanx.devices import accelerator
 from phalanx.status import notices
 from phalanx.torch_compat.tensors import tree_map_where
 
@@ -17,43 +17,30 @@ _T = TypeVar("_T")
 class BatchCopy:
     """Moves the batches of one pass.
 
-    On an accelerator the host runs ahead of the device. A copy on a stream of its own does not wait for the kernels
-    that are queued, and the kernels of this step wait for the copy. No batch is fetched before the loop asks for it: a
-    loader that is saved in a checkpoint would be one batch further than training.
+    The host runs ahead of an accelerator. A copy on a stream of its own does not wait for the kernels that are queued,
+    and those of this step wait for the copy. No batch is fetched early: the state of a loader would be ahead, too.
     """
 
     def __init__(self, device: torch.device, loader: object) -> None:
-        self._device = device
-        self._stream = streams.beside_kernels(device)
+        self._device, self._stream = device, accelerator.copy_stream(device)
         if self._stream is not None and getattr(loader, "pin_memory", None) is False:
-            notices.give(
-                f"batches are copied to {device.type} from memory that is not pinned, which holds up the host; "
-                "give DataLoader(…, pin_memory=True)."
-            )
+            notices.give("batches are copied from memory that is not pinned; DataLoader(…, pin_memory=True) is faster.")
 
     def __call__(self, batch: _T) -> _T:
-        moved = tree_map_where(_can_move, self._move, batch)
+        """Moves tensors, and what takes its own along: encodings of transformers, graphs, packed sequences."""
+        moved = tree_map_where(lambda value: callable(getattr(value, "to", None)), self._move, batch)
         if self._stream is not None:
-            streams.current(self._device).wait_stream(self._stream)
+            accelerator.module(self._device).current_stream(self._device).wait_stream(self._stream)
         return moved
 
     def _move(self, value: Any) -> object:
-        if self._stream is None or not isinstance(value, Tensor) or value.device.type != "cpu":
-            return _moved(value, self._device)
-        with streams.within(self._stream, self._device):
-            tensor = _moved(value, self._device)
-        # The memory belongs to the copying stream, which must not reuse it while the kernels read it.
-        tensor.record_stream(streams.current(self._device))
-        return tensor
-
-
-def _can_move(value: object) -> bool:
-    """Tensors, and what takes its own tensors along: encodings of transformers, graphs, packed sequences."""
-    return callable(getattr(value, "to", None))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    try:
-        return value.to(device, non_blocking=True)
-    except TypeError:  # a `to` that somebody has written
-        return value.to(device)
+        if self._stream is not None and isinstance(value, Tensor) and value.device.type == "cpu":
+            with accelerator.module(self._device).stream(self._stream):
+                tensor = value.to(self._device, non_blocking=True)
+            # The memory belongs to the copying stream, which must not reuse it while the kernels read it.
+            tensor.record_stream(accelerator.module(self._device).current_stream(self._device))
+            return tensor
+        try:
+            return value.to(self._device, non_blocking=True)
+        except TypeError:  # a `to` that somebody has written
+            return value.to(self._device)

@@ -27,9 +27,8 @@ class autocast:
             optimizer.zero_grad()
 
     ``dtype``: ``"bf16"``, ``"fp16"`` (GPUs only), or what fits the device: bf16 on CPUs and on GPUs that compute in it,
-    otherwise fp16. With ``enabled=False`` everything runs in full precision. With `px.accumulate`
-    call ``backward`` for every part, ``clip`` and ``step`` when a step is complete. Several optimizers that share one
-    backward are given to one call: ``amp.step(first, second)``.
+    otherwise fp16. With ``enabled=False`` everything runs in full precision. With `px.accumulate` call ``backward`` for
+    every part, ``clip`` and ``step`` when a step is complete. Optimizers that share a backward share one ``step``.
     """
 
     def __init__(self, dtype: str | torch.dtype | None = None, enabled: bool = True) -> None:
@@ -68,12 +67,8 @@ class autocast:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def step(self, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-        """Calls step() of each optimizer; with fp16 it is skipped for those whose gradients have overflowed.
-
-        The scale is adapted once, after the last: gradients that are not stepped yet would have had another scale.
-        """
-        stepped = {id(each) for each in (optimizer, *others)}
-        if left := self._unscaled - stepped:
+        """Calls step() of each optimizer, unless its gradients have overflowed in fp16; then adapts the scale, once."""
+        if left := self._unscaled - {id(each) for each in (optimizer, *others)}:
             raise UsageError(
                 f"clip() was called for {len(left)} optimizer(s) that this step() leaves out, and the scale changes "
                 "with it; give all optimizers of one backward to one call: amp.step(first, second)."

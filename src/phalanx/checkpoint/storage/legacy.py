@@ -43,7 +43,7 @@ class LegacyCheckpoint:
             if self._paths[name][0] == "model"
         }
 
-    def read(self, parts: set[str], rank: int) -> tuple[StateDict, object]:
+    def read(self, parts: set[str], rank: int, *_: object) -> tuple[StateDict, object]:
         names = [name for name, path in self._paths.items() if path[0] in {"step", "extra", *parts}]
         rng = f"rng.{rank}"
         found = self._values([*names, rng])

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Callable, Container, Sequence
+from typing import IO, Any, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
 from phalanx.checkpoint.storage.base import Count, Storage
-from phalanx.checkpoint.storage.manifest import WIDTHS, Broken, Manifest, shard_name
+from phalanx.checkpoint.storage.manifest import WIDTHS, Broken, Chunk, Manifest, shard_name
 from phalanx.messages import Record
+from phalanx.torch_compat.tensors import tree_map_only
 
+T = TypeVar("T")
 _MOST_HEADER = 100_000_000
 """Bytes; safetensors itself reads no larger ones."""
 _ALIGNMENT = 64
@@ -103,11 +105,29 @@ def read_header(file: IO[bytes], size: int) -> tuple[int, dict[str, Slot]]:
     return 8 + length, slots
 
 
-class ShardReader:
-    """Reads the tensors of a checkpoint from all of its files. A context manager."""
+class DeferredTensor(Tensor):
+    """A tensor of a checkpoint that is read by whatever operation uses it, and not kept: the result is a plain one."""
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest) -> None:
-        self._storage, self._directory, self._manifest = storage, directory, manifest
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.shape.__get__, Tensor.dtype.__get__):  # type: ignore[attr-defined] (they are descriptors)
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args, kwargs = read_deferred((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def read_deferred(tree: T, device: torch.device | str = "cpu") -> T:
+    """Returns the same nesting with plain tensors. Single numbers stay on the CPU, as the steps of an optimizer do."""
+    return tree_map_only(DeferredTensor, lambda each: each.read().to(device if each.shape else "cpu"), tree)
+
+
+class ShardReader:
+    """Reads the tensors of a checkpoint from all of its files, those in ``deferred`` later. A context manager."""
+
+    def __init__(self, storage: Storage, directory: str, manifest: Manifest, deferred: Container[str] = ()) -> None:
+        self._storage, self._directory, self._manifest, self._deferred = storage, directory, manifest, deferred
         self._files: dict[str, tuple[IO[bytes], int, dict[str, Slot]]] = {}
         self._names: set[str] = set()
 
@@ -119,23 +139,34 @@ class ShardReader:
             file.close()
 
     def read(self, name: str) -> Tensor:
-        """Returns a whole tensor, on the CPU. Each can be read once: together they are no larger than their files."""
+        """Returns a whole tensor, on the CPU. Each can be named once: together they are no larger than their files."""
         saved = self._manifest.tensors.get(name)
         if saved is None:
             raise Broken("a value of it names a tensor that it does not have")
         if name in self._names:
             raise Broken("two values of it name the same tensor")
         self._names.add(name)
-        tensor = torch.empty(saved.shape, dtype=_DTYPES[saved.dtype])
+        pieces: list[tuple[IO[bytes], int, Chunk]] = []
         for chunk in saved.chunks:
             file, start, slots = self._open(shard_name(chunk.rank))
             shape = (chunk.rows, *saved.shape[1:]) if saved.shape else ()
             slot = slots.get(name)
             if slot is None or (slot.dtype, slot.shape) != (saved.dtype, shape):
                 raise Broken(f"{shard_name(chunk.rank)} has another {name[:200]} than the manifest")
-            file.seek(start + slot.data_offsets[0])
-            _fill(file, tensor.narrow(0, chunk.first, chunk.rows) if saved.shape else tensor)
-        return tensor
+            pieces.append((file, start + slot.data_offsets[0], chunk))
+
+        def read() -> Tensor:
+            tensor = torch.empty(saved.shape, dtype=_DTYPES[saved.dtype])
+            for file, start, chunk in pieces:
+                file.seek(start)
+                _fill(file, tensor.narrow(0, chunk.first, chunk.rows) if saved.shape else tensor)
+            return tensor
+
+        if name not in self._deferred:
+            return read()
+        deferred = torch.empty(saved.shape, dtype=_DTYPES[saved.dtype], device="meta").as_subclass(DeferredTensor)
+        deferred.read = read
+        return deferred
 
     def _open(self, name: str) -> tuple[IO[bytes], int, dict[str, Slot]]:
         if name not in self._files:
