@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import backends, messages
+from phalanx import backends, events, messages
 from phalanx.devices import kernel_log
 from phalanx.devices.gpu_state import GpuState
+from phalanx.diagnose import run_directory
 from phalanx.events import Ending, ErrorRecord, Frame, HangRecord
 from phalanx.failure import failure_text, gpu_evidence
 from phalanx.failure.root_cause import find_cause, is_consequence, is_victim
@@ -213,6 +214,11 @@ def test_the_lines_of_cpp_take_no_room() -> None:
     assert not any(line.startswith(("frame #", "Exception raised")) for line in ended(1, WATCHDOG).tail)
 
 
+def test_the_report_shows_no_lines_of_cpp_either(tmp_path: Path) -> None:
+    events.log_path(tmp_path, 1).write_text(f"step 12\n{STACK}\n{NOT_DESTROYED}\n")
+    assert run_directory.last_lines(tmp_path, 1, 3) == ["step 12"]
+
+
 def test_what_follows_last_error_is_the_headline() -> None:
     alike = [raised(rank, 1.0 + rank, BACKEND, DUPLICATE) for rank in (0, 1)]
     verdict = find_cause(alike)
@@ -221,6 +227,27 @@ def test_what_follows_last_error_is_the_headline() -> None:
     assert block_of(*alike)[0] == f"rank 0 failed: {expected}"
     verdict = find_cause([raised(0, 1.0, BACKEND, REMOTE), raised(1, 2.0, BACKEND, CUDA_CALL)])
     assert (verdict.cause.rank, verdict.victims) == (1, (0,))
+
+
+# NVIDIA/nccl#1410, pytorch/pytorch#170045, NVIDIA/nccl#1235, vllm-project/vllm#17098
+@pytest.mark.parametrize(
+    ("text", "headline"),
+    [
+        ("".join(f"[rank7]: {line}\n" for line in CUDA_CALL.splitlines()), "Cuda failure 1 'invalid argument'"),
+        (CUDA_CALL.replace("Cuda failure 1 'invalid argument'", f"\n{STACK}"), "Call to CUDA function failed."),
+        (CUDA_CALL.partition("Last error")[0], "Call to CUDA function failed."),
+    ],
+    ids=["prefixed", "without last error", "older"],
+)
+def test_the_reason_in_other_forms_of_an_error_of_nccl(text: str, headline: str) -> None:
+    assert failure_text.headline(ended(0, text)) == f"ncclUnhandledCudaError: {headline}"
+
+
+def test_an_error_that_triton_has_noticed_is_late_too() -> None:
+    ending = raised(0, 1.0, "RuntimeError", "Triton Error [CUDA]: an illegal memory access was encountered")
+    assert ending.device_error is not None
+    assert "CUDA_LAUNCH_BLOCKING=1" in ending.device_error.advice
+    assert raised(0, 1.0, "RuntimeError", "CUDA error: invalid device ordinal").device_error.advice == ""  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

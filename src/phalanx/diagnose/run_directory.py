@@ -16,6 +16,7 @@ from phalanx import events, messages, run_files
 from phalanx.env import PET_PREFIX
 from phalanx.errors import ForeignData, UsageError
 from phalanx.events import RUN_FILE, Ending, HangRecord, ReportFile, RunFile
+from phalanx.failure.device_errors import is_noise
 from phalanx.failure.signal_meaning import signal_name
 from phalanx.messages import Count, ExitCode, Message, Rank, Record, Seconds, Signal, Text
 from phalanx.status import layout, reading
@@ -279,7 +280,7 @@ def last_lines(directory: Path, rank: int, count: int) -> list[str]:
         text = run_files.read(path, max(0, path.stat().st_size - _TAIL_BYTES), 2 * _TAIL_BYTES).decode(errors="replace")
     except OSError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    return [line.rstrip() for line in text.splitlines() if not is_noise(line)][-count:]
 
 
 def exit_text(ended: Ending | RankExited | RankTrace, word: str = "exit code") -> str:

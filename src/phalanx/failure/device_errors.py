@@ -16,16 +16,16 @@ _TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+),"
     r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
 )
-_DEVICE = re.compile(r"(?P<kind>CUDA|HIP|XPU|NPU|SIM) error: (?P<text>[^\n]+)")
+_DEVICE = re.compile(r"(?:Triton Error \[)?(?P<kind>CUDA|HIP|XPU|NPU|SIM)(?: error|\]): (?P<text>[^\n]+)")
 _LATE = re.compile(
     r"assert|illegal|misaligned|launch fail|launch timed out|ECC|program counter|stack error|unknown error"
 )
 """Errors of kernels. The others, such as a missing device, are errors of the call that reports them."""
 _ASSERT = re.compile(r"(?P<file>[\w.]+\.(?:cu|cuh|hip)):(?P<line>\d+):.*?Assertion `(?P<check>.+?)` failed")
-_LAST_ERROR = re.compile(r"Last error:\s*\n(?P<text>[^\n]*\S)")
-_NCCL = re.compile(r"(?P<name>nccl[A-Z]\w+): ")
+_LAST_ERROR = re.compile(r"Last error:[ \t]*\n(?:\[rank\d+\]: )?(?P<text>[^\n]*\S)")
+_NCCL = re.compile(r"(?P<name>nccl[A-Z]\w+): (?P<text>[^\n]+)")
 _WHAT = re.compile(r"^\s*what\(\):\s+(?P<text>\S.*)", re.MULTILINE)
-_OWN_MESSAGE = re.compile(r"(CUDA|HIP|XPU|NPU|SIM) error: |NCCL |\[(PG|Rank|\d)")
+_OWN_MESSAGE = re.compile(rf"{_DEVICE.pattern}|NCCL |\[(PG|Rank|\d)")
 """How the message of an exception begins that is about nothing else."""
 _NOISE = re.compile(
     r"\s*frame #\d+: |.*Exception raised from .* \(most recent call first\):|<omitting python frames>"
@@ -67,8 +67,8 @@ def find(message: str, output: Sequence[str] = ()) -> DeviceError | None:
     kind = _NCCL.search(text)
     if kind is not None:
         last = _LAST_ERROR.search(text)
-        headline = f"{kind['name']}: {last['text'].strip()}" if last else kind["name"]
-        return DeviceError(headline, is_consequence=kind["name"] in _CONSEQUENCES)
+        reason = last["text"] if last is not None and not is_noise(last["text"]) else kind["text"]
+        return DeviceError(f"{kind['name']}: {reason.strip()}", is_consequence=kind["name"] in _CONSEQUENCES)
     what = _WHAT.search(printed) if not message else None
     return DeviceError(f"uncaught C++ exception: {what['text']}") if what is not None else None
 
