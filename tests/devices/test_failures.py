@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import Outcome
+from tests.conftest import Outcome, Runner
 from tests.unit.test_devices import fake_nvml
 
 JOIN = 'px.init(device="sim:0", backend="simccl", timeout={})'
@@ -42,7 +42,9 @@ def test_a_sticky_error_of_one_device(on_sim: Callable[..., Outcome], tmp_path: 
     assert ran.code in (1, 134), "gloo may abort while the interpreter ends, since a kernel still waits in it"
 
 
-def test_who_is_missing_when_the_watchdog_of_a_group_aborts(on_sim: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_who_is_missing_when_the_watchdog_of_a_group_aborts(
+    on_sim: Callable[..., Outcome], phalanx: Runner, tmp_path: Path
+) -> None:
     ran = on_sim(
         f"""
         import time
@@ -59,6 +61,9 @@ def test_who_is_missing_when_the_watchdog_of_a_group_aborts(on_sim: Callable[...
     assert "  rank 0 fell with it" in ran.err
     found = report(tmp_path)
     assert (ran.code, found["cause"]["rank"], found["victims"]) == (1, 1, [0])  # type: ignore[index]
+    again = phalanx("report").out
+    assert "rank 0: a victim, SIGABRT, " in again
+    assert ": all_reduce #1 did not end within 1 s on all ranks\n    [rank0]:[E ProcessGroupSIM.cpp:1]" in again
 
 
 def test_a_failure_is_reported_before_a_slow_abort(on_sim: Callable[..., Outcome]) -> None:

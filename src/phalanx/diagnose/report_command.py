@@ -110,12 +110,13 @@ def _ended_ranks(run: Run, report: ReportFile) -> list[str]:
         role = _role(report, ending)
         by = " from the launcher" if ending.signal and ending.asked and ending.out_of_memory is None else ""
         memory = f", {in_bytes(ending.memory)} at most" if ending.memory else ""
-        why = f": {headline(ending)}" if ending.error is not None else ""
+        why = f": {headline(ending)}" if ending.error is not None or ending.device_error is not None else ""
         found.append(clip(f"rank {ending.rank}: {role}, {exit_text(ending)}{by}{memory}{why}"))
         found += [clip(f"    {sentence}") for sentence in ending.evidence if role != "the cause" and not ending.asked]
         if ending.failed and tails < _TAILS and role != "the cause":  # whose lines are above already
             tails += 1
-            last = run_directory.last_lines(run.directory, ending.rank, _TAIL_LINES) or ending.tail[-_TAIL_LINES:]
+            logged = [] if ending.crash else run_directory.last_lines(run.directory, ending.rank, _TAIL_LINES)
+            last = logged or ending.tail[-_TAIL_LINES:]  # the log of a crash ends with all stacks
             found += [clip(f"    {line}") for line in last]
     return found
 
