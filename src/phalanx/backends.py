@@ -17,7 +17,7 @@ import inspect
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env, torch_compat
@@ -185,7 +185,9 @@ def _choosing(plain: Callable[..., tuple[Any, dist.Store]]) -> Callable[..., tup
         call = signature.bind(*args, **kwargs)
         asked = call.arguments["backend"]
         if not _becomes_shm(asked, call.arguments):
-            with _unbound(asked, call.arguments["global_ranks_in_group"]):
+            bound = c10d.bound_device() if call.arguments["global_ranks_in_group"] else None
+            is_beside = bound is not None and not accelerator.own_backend(asked or "undefined", bound)
+            with c10d.unbound_world() if is_beside else contextlib.nullcontext():
                 group, store = plain(*args, **kwargs)
             if ":" in asked and _is_gloo(asked) and isinstance(group, ProcessGroup) and set_default is not None:
                 # Left out by torch for "cpu:gloo" as soon as any other backend is registered, such as ours.
@@ -201,25 +203,6 @@ def _choosing(plain: Callable[..., tuple[Any, dist.Store]]) -> Callable[..., tup
         return group, store
 
     return new_process_group_helper
-
-
-@contextlib.contextmanager
-def _unbound(asked: str | None, ranks: Sequence[int]) -> Iterator[None]:
-    """While a group of some ranks is made without the accelerator's backend, the world is not bound to its device.
-
-    Otherwise torch lets the ranks outside of the group split the world's communicator, and those inside do not.
-    """
-    import torch.distributed as dist
-
-    bound = getattr(dist.group.WORLD, "bound_device_id", None) if ranks else None
-    if bound is None or accelerator.own_backend(asked or "undefined", bound):
-        yield
-        return
-    dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        dist.group.WORLD.bound_device_id = bound  # type: ignore[union-attr]
 
 
 def _becomes_shm(asked: str | None, arguments: Mapping[str, Any]) -> bool:

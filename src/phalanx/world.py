@@ -214,7 +214,7 @@ def current() -> World:
     if _current is not None:
         return _current
     s = cluster.find(os.environ)
-    device = accelerator.current(getattr(dist.group.WORLD, "bound_device_id", None))
+    device = accelerator.current(c10d.bound_device())
     if dist.is_initialized():
         s = _settle(s, dist.get_rank(), dist.get_world_size())
         shared = c10d.default_store()

@@ -50,33 +50,25 @@ def serves(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def is_initialized(name: str) -> bool:
-    """Whether this process has used the accelerator. Asking does not initialise it."""
-    return bool(getattr(module(name), "is_initialized", lambda: True)())
-
-
 def choose(asked: torch.device | None, local_rank: int, world_size: int) -> torch.device:
-    """The device of a local rank, made current. ``asked`` names the kind, and may name the number; None: what is there.
-
-    Where each rank sees one device, it is the rank's own: launchers such as SLURM bind one to each task.
-    """
+    """The device of a local rank, made current. ``asked`` names the kind and may name the number; None: any."""
     import torch
 
+    here = kind() if asked is None or serves(asked) else None
     if asked is None:
-        here = kind()
         asked = torch.device("cpu" if here is None or (here in _WITHOUT_INDEX and world_size > 1) else here)
     if not serves(asked):
         return asked
-    functions = module(asked) if asked.type == kind() else None
-    count = functions.device_count() if functions is not None else 0
-    if functions is None or (asked.index is not None and asked.index >= count):
+    count = module(asked).device_count() if asked.type == here else 0
+    if (asked.index or 0) >= count:
         raise UsageError(f"device {asked} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
     if asked.type in _WITHOUT_INDEX:
         if world_size > 1:
             raise UsageError(f"device {asked.type} is for one process, and there are {world_size}; use cpu.")
         return torch.device(asked.type)
+    # Launchers such as SLURM may show each rank one device alone: its own.
     index = asked.index if asked.index is not None else local_rank % count
-    functions.set_device(index)
+    module(asked).set_device(index)
     return torch.device(asked.type, index)
 
 
@@ -88,15 +80,14 @@ def current(bound: torch.device | None) -> torch.device:
     import torch
 
     name = built_for()
-    if name is not None and name not in _WITHOUT_INDEX and is_initialized(name):
+    if name is not None and name not in _WITHOUT_INDEX and getattr(module(name), "is_initialized", lambda: True)():
         return torch.device(name, module(name).current_device())
     return bound if bound is not None else torch.device("cpu")
 
 
 def identity(device: torch.device) -> str:
     """What tells a device from all others; empty where the driver has no such number, and for a part of a GPU."""
-    describe = getattr(module(device), "get_device_properties", None) if serves(device) else None
-    found = describe(device) if describe is not None else None
+    found = getattr(module(device), "get_device_properties", lambda _: None)(device)
     is_part = "MIG" in getattr(found, "name", "")  # may have the number of the whole GPU
     return "" if is_part else str(getattr(found, "uuid", ""))
 
@@ -111,10 +102,7 @@ def default_backend(device: torch.device) -> str:
     try:
         own = find(device)
     except ValueError:
-        raise UsageError(
-            f"torch has no backend for the device {device.type}; import the package that brings it, or give px.init "
-            "a backend."
-        ) from None
+        raise UsageError(f"torch has no backend for {device.type}; import the package that brings it.") from None
     return own if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -171,6 +173,30 @@ def default_store() -> dist.Store | None:
 
     world = WORLD.get()
     return None if world is None else world.pg_map[dist.group.WORLD][1]
+
+
+def bound_device() -> torch.device | None:
+    """Returns the device that the world is bound to; None for none, or when there is no world."""
+    import torch.distributed as dist
+
+    return getattr(dist.group.WORLD, "bound_device_id", None)
+
+
+@contextlib.contextmanager
+def unbound_world() -> Iterator[None]:
+    """The world is bound to no device while a group of some ranks is made beside its accelerator's backend.
+
+    Otherwise torch lets the ranks outside of that group split the world's communicator, and those inside do not.
+    """
+    import torch.distributed as dist
+
+    world, bound = dist.group.WORLD, bound_device()
+    assert world is not None
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def why_no_gloo_inside() -> str | None:
