@@ -98,9 +98,8 @@ def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
         return spec
     from phalanx.launch.spec import numa
 
-    gpus = spec.devices if spec.devices is not None else visible_accelerators(environ).names
-    if spec.devices_variable != "CUDA_VISIBLE_DEVICES":  # only of NVIDIA's GPUs is it known where they are
-        gpus = ()
+    seen = spec.devices if spec.devices is not None else visible_accelerators(environ).names
+    gpus = seen if spec.devices_variable == "CUDA_VISIBLE_DEVICES" else ()  # where others are is not known
     cpus = numa.bindings(spec.numa_binding, spec.nproc_per_node, gpus, os.sched_getaffinity(0))
     return messages.replace(spec, cpus=cpus)
 

@@ -16,6 +16,8 @@ from phalanx.errors import UsageError
 from phalanx.launch.spec.launch_spec import LaunchSpec, check_processes
 from phalanx.system import cgroups
 
+_NOT_COUNTED = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
+
 
 def thread_setting(
     processes: int, environ: Mapping[str, str], bindings: Sequence[Sequence[int]] | None = None
@@ -31,14 +33,13 @@ def thread_setting(
 
 
 class Accelerators(NamedTuple):
-    """The accelerators that a process sees."""
+    """The accelerators that a process sees. ``device``: torch's name of their kind."""
 
     device: str
-    """torch's name of the kind."""
     variable: str
-    """The variable by which a process is shown some of them."""
+    """It shows a process some of them."""
     names: tuple[str, ...]
-    """As that variable has them; a local rank is an index into these."""
+    """As the variable has them; a local rank is an index into these."""
 
 
 def visible_accelerators(
@@ -51,7 +52,7 @@ def visible_accelerators(
     kinds = (
         ("cuda", ("CUDA_VISIBLE_DEVICES",), len(gpu_numbers(dev))),
         ("cuda", ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), amd),
-        ("npu", ("ASCEND_RT_VISIBLE_DEVICES",), len(_numbered(dev, "davinci"))),
+        ("npu", ("ASCEND_RT_VISIBLE_DEVICES",), len(gpu_numbers(dev, "davinci"))),
         ("xpu", ("ZE_AFFINITY_MASK",), _render_nodes(dev, system, ("i915", "xe"), "libc10_xpu.so")),
     )
     device, variables, count = max(kinds, key=lambda kind: (kind[2] > 0, any(name in environ for name in kind[1])))
@@ -65,14 +66,10 @@ def _names(listed: str) -> tuple[str, ...]:
     return tuple(itertools.takewhile(lambda name: name and not name.startswith("-"), names))
 
 
-def _numbered(dev: Path, prefix: str) -> list[int]:
+def gpu_numbers(dev: Path, prefix: str = "nvidia") -> list[int]:
+    """Returns the driver's numbers of the devices below ``dev``: of NVIDIA's, or of those with another name."""
     tails = (node.name.removeprefix(prefix) for node in dev.glob(f"{prefix}[0-9]*"))
     return sorted(int(tail) for tail in tails if tail.isdigit())
-
-
-def gpu_numbers(dev: Path) -> list[int]:
-    """Returns the driver's numbers of the NVIDIA devices below ``dev``."""
-    return _numbered(dev, "nvidia")
 
 
 def _render_nodes(dev: Path, system: Path, drivers: tuple[str, ...], library: str) -> int:
@@ -134,7 +131,9 @@ def choose_gpus(
     visible = visible_accelerators(environ, dev).names
     if min(indices) < 0:
         raise UsageError(f"--devices {asked} has a negative number; GPUs count from 0.")
-    if not visible and not (must_exist and _has_no_gpu(environ, dev)):
+    # GPUs of WSL2 and Jetson exist, but cannot be counted by their files.
+    is_known = "CUDA_VISIBLE_DEVICES" in environ or not any((dev / name).exists() for name in _NOT_COUNTED)
+    if not visible and not (must_exist and is_known):
         return tuple(str(index) for index in indices)
     if not visible:
         raise UsageError(f"--devices {asked}, but no GPU is visible here; leave it out to run on CPUs.")
@@ -145,12 +144,6 @@ def choose_gpus(
                 f"({','.join(visible)}); count from 0 to {len(visible) - 1}."
             )
     return tuple(visible[index] for index in indices)
-
-
-def _has_no_gpu(environ: Mapping[str, str], dev: Path) -> bool:
-    """Returns True if there is no GPU; those of AMD, WSL2 and Jetson exist, but cannot be counted by their files."""
-    others = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
-    return environ.get("CUDA_VISIBLE_DEVICES") is not None or not any((dev / name).exists() for name in others)
 
 
 def process_count(asked: str, gpus: tuple[str, ...]) -> int:

@@ -200,10 +200,7 @@ def worker_environment(
     run: str,
     interfaces: Mapping[str, str] = {},
 ) -> dict[str, str]:
-    """Returns the environment of one worker: the launcher's own, and torchrun's variables.
-
-    ``interfaces``: as `Route.settings` returns them, for a run on several nodes.
-    """
+    """Returns the environment of one worker: the launcher's own, torchrun's variables, and those of a `Route`."""
     address, port = master
     environment = dict(base)
     environment |= {

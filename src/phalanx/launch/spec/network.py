@@ -28,10 +28,8 @@ class Route:
         NCCL gets none if it would begin with this one by itself, or with InfiniBand: beside the first it uses others.
         Without ``=`` a name also means all those that begin with it.
         """
-        names = [name for name, addresses in interface_addresses().items() if addresses]
-        names = [name for name in names if name.startswith("ib")] or names
-        first = next((name for name in names if not name.startswith(("docker", "lo"))), None)
-        is_right = first is not None and (first == self.interface or first.startswith("ib"))
+        names = [name for name, own in interface_addresses().items() if own and not name.startswith(("docker", "lo"))]
+        is_right = names[:1] == [self.interface] or any(name.startswith("ib") for name in names)
         found = {"GLOO_SOCKET_IFNAME": self.interface}
         return found if is_right and not self.is_asked else {**found, "NCCL_SOCKET_IFNAME": f"={self.interface}"}
 
