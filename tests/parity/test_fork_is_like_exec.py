@@ -145,8 +145,10 @@ def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runn
         if rank < 2:  # set before the import
             os.environ["OMP_NUM_THREADS"] = "15"[rank]
             os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:64"
             import torch
-            print(torch.get_num_threads(), torch.distributed.get_debug_level().name)
+            settings = torch._C._accelerator_getAllocatorSettings()
+            print(settings, torch.get_num_threads(), torch.distributed.get_debug_level().name)
         elif rank == 2:  # numpy's threads are those of a fresh process
             import numpy
             numpy.ones((300, 300)) @ numpy.ones((300, 300))
@@ -155,22 +157,29 @@ def test_settings_of_the_script_are_heard_or_said_to_come_too_late(phalanx: Runn
             os.environ["KMP_AFFINITY"] = "none"
             os.environ["KMP_DUPLICATE_LIB_OK"] = "True"  # these two are what importing sklearn sets
             os.environ["KMP_INIT_AT_FORK"] = "FALSE"
+            os.environ["PYTORCH_ALLOC_CONF"] = "backend:cudaMallocAsync,max_split_size_mb:32"
             import torch
+            assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:32"  # torch would meet an assert of its own
+            assert torch._C._accelerator_getAllocatorSettings() == "max_split_size_mb:32"
         """
     )
+    # As a module that allocates memory while it is imported: torch has read its settings then.
+    script("import torch; torch._C._accelerator_getAllocatorSettings()", name="reads.py")
     forked, fresh = (
         phalanx(
-            *("run", "--nproc-per-node", "4", "--start-method", method, name, method),
+            *("run", "--nproc-per-node", "4", "--start-method", method, "--preload", "reads", name, method),
             env={"OMP_NUM_THREADS": str(cgroups.usable_cores())},
         )
         for method in ("fork", "exec")
     )
     assert by_rank(forked) == by_rank(fresh)
-    assert [by_rank(forked)[rank][0].endswith(" DETAIL") for rank in (0, 1)] == [True, True]
+    for rank in (0, 1):
+        assert by_rank(forked)[rank][0].startswith("max_split_size_mb:64 ")
+        assert by_rank(forked)[rank][0].endswith(" DETAIL")
     assert (forked.code, fresh.code) == (0, 0)
     (late,) = [line for line in forked.told if "KMP_AFFINITY" in line]
     assert late.startswith("[rank 3] ")
-    assert "the script set KMP_AFFINITY after torch was loaded" in late
+    assert "the script set KMP_AFFINITY, backend: of PYTORCH_ALLOC_CONF after torch was loaded" in late
     assert "--start-method exec" in late
 
 
@@ -202,6 +211,24 @@ def test_a_preload_that_starts_threads_falls_back_to_exec(phalanx: Runner, scrip
     assert outcome.out == "ran\n"
     assert "each rank imports torch by itself" in outcome.err
     assert "busy" in outcome.err
+
+
+def test_a_preload_that_initialises_a_driver_falls_back_to_exec(phalanx: Runner, script) -> None:
+    script(
+        """
+        import os
+        from phalanx.system import procfs
+        # torch.cuda.is_available() would ask CUDA itself without this, and leave no sign of it in torch.
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+        plain = procfs.open_files
+        procfs.open_files = lambda pid: ["/dev/null", "/dev/nvidia0", "/dev/nvidia-uvm", *plain(pid)]
+        """,
+        name="driver.py",
+    )
+    name = script("import os; print('ran', os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'))")
+    outcome = phalanx("run", "--preload", "driver", name)
+    assert outcome.out == "ran None\n", outcome.err
+    assert "because /dev/nvidia-uvm was opened while importing driver" in outcome.err
 
 
 def test_a_preload_that_cannot_be_imported(phalanx: Runner, script) -> None:

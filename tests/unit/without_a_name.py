@@ -186,9 +186,12 @@ class _Failing(nn.Module):
 
 def tensor() -> None:
     from phalanx.checkpoint.sharding import ShardBuffer
+    from phalanx.launch.process import fresh_modules
     from phalanx.shm.node import tensors
     from phalanx.torch_compat import tensors as pytree
 
+    os.environ["PYTORCH_ALLOC_CONF"] = "max_split_size_mb:64"
+    fresh_modules._set_allocator("PYTORCH_ALLOC_CONF")
     ShardBuffer().take([])
     assert tensors.contiguous(torch.ones(4, 4).t()).is_contiguous()
     tree = {"a": [torch.ones(1), 2], "b": (torch.ones(1),)}

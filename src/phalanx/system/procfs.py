@@ -140,13 +140,17 @@ def describe(pid: int, proc: Path = PROC) -> str:
     return f"pid {pid}, state {found.state}{meaning}, wchan {wchan(pid, proc) or 'unknown'}"
 
 
+def open_files(pid: int | str) -> Iterator[str]:
+    """The names of what a process has open: paths, and ``socket:[42]``."""
+    for fd in _names(f"{PROC}/{pid}/fd"):
+        with contextlib.suppress(OSError):  # it is closed meanwhile
+            yield os.readlink(fd_path(pid, fd))  # noqa: PTH115
+
+
 def sockets(pid: int) -> Iterator[int]:
     """The inodes of the sockets of a process."""
-    for fd in _names(f"{PROC}/{pid}/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            kind, _, inode = os.readlink(fd_path(pid, fd)).partition(":[")  # noqa: PTH115
-            if kind == "socket":
-                yield int(inode.rstrip("]"))
+    names = (name.partition(":[") for name in open_files(pid))
+    yield from (int(inode.rstrip("]")) for kind, _, inode in names if kind == "socket")
 
 
 def fd_path(pid: int | str, fd: int | str) -> str:

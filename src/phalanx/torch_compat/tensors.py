@@ -19,6 +19,12 @@ VERSION = Name(
     "Shows whether a tensor was changed before a checkpoint copied it in the background.",
     "Checkpoints are copied while training waits.",
 )
+SET_ALLOCATOR = Name(
+    "torch._C:_accelerator_setAllocatorSettings",
+    "PYTORCH_ALLOC_CONF that a script sets before its import of torch is applied in a forked worker.",
+    "PYTORCH_ALLOC_CONF has an effect in a forked worker only when it is set in the shell.",
+    since=(2, 13),
+)
 IS_ZERO = Name(
     "torch:Tensor._is_zerotensor",
     "Tensors of zeros that have no memory, as autograd makes them.",

@@ -23,6 +23,7 @@ from types import ModuleType
 
 from phalanx.system import cgroups, procfs
 from phalanx.torch_compat.dynamo import INIT_LOGS
+from phalanx.torch_compat.tensors import SET_ALLOCATOR
 
 _OPENBLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads")
 
@@ -33,6 +34,7 @@ _ONLY_AT_LOAD = (
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "PYTORCH_JIT"),
 )
 _APPLIED = ("OMP_NUM_THREADS",)
+_ALLOCATOR = ("PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the last is the strongest
 _SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 """Importing sklearn sets these; no script depends on their effect on torch."""
 
@@ -133,6 +135,7 @@ class FreshModules:
                 init()
         silent = (*_APPLIED, *_SET_BY_LIBRARIES)
         late = sorted(name for name in changed if name.startswith(_ONLY_AT_LOAD) and name not in silent)
+        late += [f"backend: of {name}" for name in _ALLOCATOR if name in changed and _set_allocator(name)]
         if late:
             print(
                 f"phalanx: the script set {', '.join(late)} after torch was loaded, so it has no effect; "
@@ -177,6 +180,18 @@ class _Revealer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not self._fresh_modules.hidden and self in sys.meta_path:
             sys.meta_path.remove(self)
         self._fresh_modules.apply_settings(root)
+
+
+def _set_allocator(name: str) -> bool:
+    """Applies one of `_ALLOCATOR`; returns whether it has a backend, which torch only accepts while it is loaded."""
+    parts = os.environ.get(name, "").split(",")
+    rest = ",".join(part for part in parts if not part.strip().startswith("backend:"))
+    if has_backend := rest != ",".join(parts):
+        os.environ[name] = rest
+    apply = SET_ALLOCATOR.get()
+    if apply is not None and rest:
+        apply(rest)
+    return has_backend
 
 
 def _openblas_threads(environ: Mapping[str, str]) -> int:

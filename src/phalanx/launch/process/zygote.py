@@ -13,6 +13,7 @@ import gc
 import importlib
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -31,6 +32,8 @@ from phalanx.system import cgroups, procfs
 
 _TORCH = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torch.multiprocessing")
 _MOST_SURPLUS = 100
+_OF_DRIVERS = re.compile(r"/dev/(nvidia-uvm$|nvmap|nvhost|dxg|kfd|dri/render|davinci)")
+"""Files that a process has open once it has initialised CUDA, ROCm, Level Zero or CANN. NVML opens nvidia0 and -ctl."""
 
 
 def main(fd: int, fresh: frozenset[str]) -> None:
@@ -117,8 +120,8 @@ class _Zygote:
         threads = own.threads if own is not None else 1
         if threads > 1:
             self.why_not_fork = f"{threads - 1} thread(s) were started while importing {', '.join(self.setup.preload)}"
-        elif sys.modules["torch"].cuda.is_initialized():
-            self.why_not_fork = "CUDA was initialised while importing"
+        elif opened := next(filter(_OF_DRIVERS.match, procfs.open_files("self")), None):
+            self.why_not_fork = f"{opened} was opened while importing {', '.join(self.setup.preload)}"
 
     def _start_keeper(self, fds: list[int]) -> None:
         if not fds:

@@ -50,7 +50,9 @@ class ZygoteClient:
         """The address of the store."""
         # Kept open here: the port stays ours when the keeper has to be replaced.
         self._listener = listener.dup() if listener is not None else None
-        self._environment = {**environment, "PHALANX_RUN_TOKEN": self.token, "OPENBLAS_NUM_THREADS": "1"}
+        # A module of --preload that asks torch.cuda.is_available() must not initialise CUDA in the zygote.
+        self._environment = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", **environment}
+        self._environment |= {"PHALANX_RUN_TOKEN": self.token, "OPENBLAS_NUM_THREADS": "1"}
         self._setup = protocol.Setup(
             start_method,
             tuple(preload),
