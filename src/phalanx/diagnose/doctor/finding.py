@@ -64,6 +64,10 @@ class Facts:
         return self.asked_ranks or len(self.torch.gpus) or self.cores.usable
 
 
+def on_the_host(facts: Facts) -> str:
+    return " on the host" if facts.container else ""
+
+
 def ok(value: str) -> Judgement:
     return value, "ok", ""
 

@@ -12,16 +12,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from phalanx.diagnose.doctor.finding import Facts, Judgement, error, info, ok, warning
+from phalanx.diagnose.doctor.finding import Facts, Judgement, error, info, ok, on_the_host, warning
 from phalanx.diagnose.doctor.software import pip_install
 from phalanx.diagnose.doctor.torch_build import version_of
 
 _LIMIT = 10.0
 """Seconds for all questions to nvidia-smi, which can hang when a GPU has fallen off the bus."""
 _QUESTIONS = ("-q", "topo -m", "topo -p2p r")
-_FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""By the major version of CUDA (docs.nvidia.com/deploy/cuda-compatibility)."""
-Matrix = list[list[str]]
 
 
 def ask_nvidia_smi(environ: Mapping[str, str], limit: float = _LIMIT) -> dict[str, str]:
@@ -49,7 +46,7 @@ def _answer(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, int
     return out.decode(errors="replace").strip(), process.returncode
 
 
-def matrix(text: str) -> Matrix:
+def matrix(text: str) -> list[list[str]]:
     """The cells between GPUs in a table of ``nvidia-smi topo``; empty when it is not one."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     head, *rows = [line.split() for line in plain.splitlines() if re.match(r"\s*GPU\d+\s", line)] or [[]]
@@ -72,9 +69,8 @@ def driver(facts: Facts) -> Judgement | None:
         return error(f"{value}; {problem}", "the driver was updated while it was loaded: restart the machine")
     if not built or not newest:
         return info(f"{value}; {problem}" if problem else value)
-    if (major := version_of(built)[0]) > version_of(newest)[0]:
-        which = f"driver {_FIRST_DRIVERS[major]} or newer" if major in _FIRST_DRIVERS else "a newer driver"
-        advice = f"install {which}{_on_the_host(facts)}, or a build of torch for CUDA {newest} or older"
+    if version_of(built)[0] > version_of(newest)[0]:
+        advice = f"install a newer driver{on_the_host(facts)}, or a build of torch for CUDA {newest} or older"
         return error(f"{value}, which is too new for it", advice)
     if version_of(built) > version_of(newest):
         return info(f"{value}: this works, except for PTX that CUDA {built} has compiled")
@@ -93,14 +89,16 @@ def capability(facts: Facts) -> Judgement | None:
 
 
 def has_code(kind: str, codes: Sequence[str]) -> bool:
-    """Whether a GPU of compute capability ``8.6``, or ``gfx90a``, runs what was compiled for ``codes``.
+    """Whether a GPU of compute capability ``8.6``, or ``gfx90a:sramecc+``, runs what was compiled for ``codes``.
 
     As torch judges: binary code (sm_80) fits the same major version from its minor one on, PTX (compute_80) all newer.
     """
     own = version_of(kind)
     known = (re.match(r"(sm|compute)_(\d+)(\d)", code) for code in codes)
     fits = ((found[1], (int(found[2]), int(found[3]))) for found in known if found)
-    return kind in codes or any(at <= own and (what == "compute" or at[0] == own[0]) for what, at in fits)
+    return kind.partition(":")[0] in codes or any(
+        at <= own and (what == "compute" or at[0] == own[0]) for what, at in fits
+    )
 
 
 def nccl(facts: Facts) -> Judgement | None:
@@ -128,7 +126,7 @@ def links(facts: Facts) -> Judgement | None:
     return info(f"{value}, so NCCL goes through the host's memory (nvidia-smi topo -p2p r)")
 
 
-def _by_cell(cells: Matrix, pairs: list[tuple[int, int]]) -> str:
+def _by_cell(cells: list[list[str]], pairs: list[tuple[int, int]]) -> str:
     """``NV12 0-1, 2-3; SYS 8 pairs``."""
     found: dict[str, list[str]] = {}
     for i, j in pairs:
@@ -137,20 +135,16 @@ def _by_cell(cells: Matrix, pairs: list[tuple[int, int]]) -> str:
 
 
 def fabric_manager(facts: Facts) -> Judgement | None:
-    """GPUs behind an NVSwitch cannot be used before nv-fabricmanager has set it up (CUDA error 802)."""
+    """GPUs behind an NVSwitch cannot be used before nv-fabricmanager has set it up: CUDA fails with error 802."""
     states = re.findall(r" Fabric\n +State +: (.+)\n +Status +: (.+)", facts.nvidia.get("-q", ""))
-    states = [state for state in states if state[0] not in ("N/A", "Not Supported")]
-    bad = [state for state in states if state != ("Completed", "Success")]
-    advice = f"systemctl enable --now nvidia-fabricmanager{_on_the_host(facts)}; it has to have the driver's version"
+    states = [", ".join(state) for state in states if state[0] not in ("N/A", "Not Supported")]
+    bad = [state for state in states if state != "Completed, Success"]
+    advice = f"systemctl enable --now nvidia-fabricmanager{on_the_host(facts)}; it has to have the driver's version"
     if bad:
-        state = ", ".join(bad[0])
-        return error(f"{len(bad)} of {len(states)} GPUs are not registered with NVLink's fabric ({state})", advice)
-    runs = facts.gpus.has_fabric_manager
-    if states or runs is None:
-        return ok("the GPUs are registered with NVLink's fabric") if states else None
-    if facts.container and not runs:
-        return info("not known: there is an NVSwitch, and a container does not see the host's processes")
-    return error("there is an NVSwitch, but nv-fabricmanager does not run", advice, not runs)
+        return error(f"{len(bad)} of {len(states)} GPUs are not registered with NVLink's fabric ({bad[0]})", advice)
+    if "system not yet initialized" in (facts.torch.cuda_problem or ""):
+        return error("CUDA says that the system is not initialised; with an NVSwitch it needs nv-fabricmanager", advice)
+    return ok("the GPUs are registered with NVLink's fabric") if states else None
 
 
 def persistence(facts: Facts) -> Judgement | None:
@@ -159,13 +153,9 @@ def persistence(facts: Facts) -> Judgement | None:
     modes = set(re.findall(r"Persistence Mode +: (.+)", facts.nvidia.get("-q", "")))
     if not modes or not modes <= {"Enabled", "Disabled"}:
         return info(f"not known: {facts.nvidia.get('problem', 'nvidia-smi -q does not tell')}")
-    advice = f"every start loads the driver first: nvidia-smi -pm 1 as root{_on_the_host(facts)}"
+    advice = f"every start loads the driver first: nvidia-smi -pm 1 as root{on_the_host(facts)}"
     return warning("off", advice) if "Disabled" in modes else ok("on")
 
 
 def _has_nvidia(facts: Facts) -> bool:
     return facts.gpus.nodes > 0 or "-q" in facts.nvidia
-
-
-def _on_the_host(facts: Facts) -> str:
-    return " on the host" if facts.container else ""

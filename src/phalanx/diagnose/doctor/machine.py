@@ -215,9 +215,8 @@ def locked_memory(facts: Facts) -> Judgement | None:
     limit = facts.limits.locked_memory
     if not facts.network.rdma:
         return None
-    more = "as root a line `* - memlock unlimited` in /etc/security/limits.conf, then log in again"
-    if facts.container:
-        more = container_setting(facts, "--ulimit memlock=-1", "the limit of the container runtime")
+    more = container_setting(facts, "--ulimit memlock=-1", "the limit of the container runtime")
+    more = more if facts.container else "as root a line `* - memlock unlimited` in /etc/security/limits.conf"
     value = "no limit" if limit is None else f"{in_bytes(limit)} at most"
     return warning(value, f"too little for RDMA: {more}", limit is not None and limit < _LOCKED_FOR_RDMA)
 

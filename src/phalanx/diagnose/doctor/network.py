@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.diagnose.doctor.finding import Facts, Judgement, error, having, info, ok, warning
+from phalanx.diagnose.doctor.finding import Facts, Judgement, error, having, info, ok, on_the_host, warning
 from phalanx.errors import LaunchError, PortBusy
 from phalanx.system import ports as system_ports
 from phalanx.system import text
@@ -186,8 +186,7 @@ def clock(facts: Facts) -> Judgement:
         return ok(
             "synchronised" + (f", {1000 * found.largest_error:.0f} ms off at most" if found.largest_error else "")
         )
-    where = " on the host" if facts.container else ""
-    advice = f"{_ALONE} timedatectl set-ntp true{where}, or apt-get install chrony{where}"
+    advice = "{0} timedatectl set-ntp true{1}, or apt-get install chrony{1}".format(_ALONE, on_the_host(facts))
     return warning("not synchronised", advice)
 
 

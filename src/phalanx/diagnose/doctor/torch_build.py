@@ -16,7 +16,6 @@ from phalanx.system import in_bytes, procfs
 _OLDEST_TORCH = torch_compat.as_text(torch_compat.OLDEST)
 _NUMPY = "'numpy>=1.26'"
 _SLOW_IMPORT = 20.0
-_FABRIC_MANAGER = "nv-fabricmanager"[:15]  # the kernel cuts the name of a process
 _NOT_ASKED = "not asked: first, torch has to be importable"
 
 
@@ -29,18 +28,13 @@ class SystemGpus:
     """Device files, one a GPU."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
-    has_fabric_manager: bool | None = None
-    """Whether nv-fabricmanager runs; None: there is no NVSwitch, and no need for it."""
 
 
 def read_gpus(environ: Mapping[str, str]) -> SystemGpus:
     driver = procfs.nvidia_driver()
     version = next((word for word in driver.split() if word[:1].isdigit()), None)
     nodes = [node for node in Path("/dev").glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdigit()]
-    visible, manager = environ.get("CUDA_VISIBLE_DEVICES"), None
-    if next(Path("/dev").glob("nvidia-nvswitch[0-9]*"), None) is not None:
-        manager = any(procfs.status(pid).get("Name") == _FABRIC_MANAGER for pid in procfs.processes())
-    return SystemGpus(version or driver or None, len(nodes), visible, manager)
+    return SystemGpus(version or driver or None, len(nodes), environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 # ---- checks

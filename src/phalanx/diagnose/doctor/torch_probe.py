@@ -77,17 +77,12 @@ def about_gpus():
     found["accelerator"] = device.type if device is not None else "cuda"
     module = torch.get_device_module(found["accelerator"])
     getattr(module, "init", int)()  # the error of a GPU that cannot be used says why
+    kind = "{0.major}.{0.minor}" if torch.version.cuda else "{0.gcnArchName}" if torch.version.hip else ""
     ask_properties = getattr(module, "get_device_properties", lambda index: None)
     found["gpus"] = [
-        {"name": getattr(gpu, "name", device.type), "bytes": getattr(gpu, "total_memory", 0), "capability": kind(gpu)}
-        for gpu in map(ask_properties, range(torch.accelerator.device_count()))
+        {"name": getattr(x, "name", device.type), "bytes": getattr(x, "total_memory", 0), "capability": kind.format(x)}
+        for x in map(ask_properties, range(torch.accelerator.device_count()))
     ]
-
-def kind(gpu):
-    import torch
-    if torch.version.cuda:
-        return f"{gpu.major}.{gpu.minor}"
-    return gpu.gcnArchName.partition(":")[0] if torch.version.hip else None
 
 def about_library():
     from phalanx import torch_compat
@@ -110,13 +105,11 @@ os._exit(0)  # without the seconds that torch may take to shut down
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device of any kind."""
-
     name: str
     bytes: int
     """0: not known."""
-    capability: str | None = None
-    """``8.6`` of NVIDIA's, ``gfx90a`` of AMD's."""
+    capability: str = ""
+    """``8.6`` of NVIDIA's, ``gfx90a:sramecc+`` of AMD's; empty for others."""
 
 
 @dataclass(frozen=True)
