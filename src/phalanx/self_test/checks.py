@@ -1,6 +1,7 @@
-"""The checks of `phalanx test`, as each rank runs them: python -m phalanx.self_test.checks DIRECTORY NAME …
+"""The checks of `phalanx test`, as each rank runs them: python -m phalanx.self_test.checks DIRECTORY STARTED NAME …
 
-They use the public API alone, as a script would. Each compares with a reference that this rank computes by itself.
+STARTED is when the command started the run. The checks use the public API as a script would, and compare with what
+this rank computes by itself.
 """
 
 from __future__ import annotations
@@ -19,10 +20,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 import phalanx as px
 from phalanx import messages
+from phalanx.devices import accelerator
 from phalanx.self_test.results import Result, results_path
+from phalanx.system import procfs
 
 _STEPS, _BATCH = 6, 16
 _KILLED_AFTER = 3
+
+
+def start(world: px.World) -> str:
+    """All ranks have joined, with these devices and versions."""
+    if not accelerator.serves(world.device):
+        return "on the CPU"
+    functions = accelerator.module(world.device)
+    name = getattr(functions, "get_device_name", lambda: world.device.type)()
+    driver = next((word for word in procfs.nvidia_driver().split() if word[:1].isdigit()), "")
+    nccl = ".".join(map(str, functions.nccl.version())) if dist.is_nccl_available() else ""
+    found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": nccl, "driver": driver}
+    return f"{functions.device_count()} × {name}" + "".join(f", {key} {text}" for key, text in found.items() if text)
 
 
 def collectives(world: px.World) -> str:
@@ -36,51 +51,42 @@ def collectives(world: px.World) -> str:
 
 
 def _reductions(rank: int, size: int, device: torch.device) -> None:
-    total = torch.full((1000,), float(sum(range(1, size + 1))), device=device)
     own = torch.full((1000,), float(rank + 1), device=device)
-    for op, expected in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, torch.full_like(total, float(size)))):
-        found = own.clone()
-        dist.all_reduce(found, op)
-        _same(f"all_reduce on {device}", found, expected)
-    found = own.clone()
-    dist.reduce(found, 0)
+    total = torch.full_like(own, size * (size + 1) / 2)
+    for op, expected in ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, torch.full_like(own, float(size)))):
+        dist.all_reduce(found := own.clone(), op)
+        _same("all_reduce", found, expected)
+    dist.reduce(found := own.clone(), 0)
     if rank == 0:
-        _same(f"reduce on {device}", found, total)
-    part = torch.empty(1000, device=device)
-    dist.reduce_scatter_tensor(part, own.repeat(size))
-    _same(f"reduce_scatter on {device}", part, total)
+        _same("reduce", found, total)
+    dist.reduce_scatter_tensor(found, own.repeat(size))
+    _same("reduce_scatter", found, total)
 
 
 def _copies(rank: int, size: int, device: torch.device) -> None:
-    found = torch.full((1000,), float(rank), device=device)
-    dist.broadcast(found, size - 1)
-    _same(f"broadcast on {device}", found, torch.full_like(found, float(size - 1)))
-    ranks = torch.arange(size, device=device, dtype=torch.float32)
-    gathered = torch.empty(size, device=device)
-    dist.all_gather_into_tensor(gathered, ranks[rank : rank + 1])
-    _same(f"all_gather on {device}", gathered, ranks)
-    parts = [torch.empty(1, device=device) for _ in range(size)]
-    dist.gather(ranks[rank : rank + 1], parts if rank == 0 else None)
-    if rank == 0:
-        _same(f"gather on {device}", torch.cat(parts), ranks)
-    part = torch.empty(1, device=device)
-    dist.scatter(part, list(ranks.split(1)) if rank == 0 else None)
-    _same(f"scatter on {device}", part, ranks[rank : rank + 1])
+    ranks = torch.arange(float(size), device=device)
+    own = ranks[rank : rank + 1].clone()
+    dist.broadcast(found := own.repeat(1000), size - 1)
+    _same("broadcast", found, torch.full_like(found, float(size - 1)))
+    dist.all_gather_into_tensor(found := torch.empty_like(ranks), own)
+    _same("all_gather", found, ranks)
+    parts = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
+    dist.gather(own, parts)
+    _same("gather", torch.cat(parts or [ranks]), ranks)
+    dist.scatter(found := torch.empty_like(own), list(ranks.split(1)) if rank == 0 else None)
+    _same("scatter", found, own)
 
 
 def _exchanges(rank: int, size: int, device: torch.device) -> None:
-    ranks = torch.arange(size, device=device, dtype=torch.float32)
-    found = torch.empty(size, device=device)
-    dist.all_to_all_single(found, ranks * 100 + rank)
-    _same(f"all_to_all on {device}", found, ranks + rank * 100)
+    ranks = torch.arange(float(size), device=device)
+    dist.all_to_all_single(found := torch.empty_like(ranks), ranks * 100 + rank)
+    _same("all_to_all", found, ranks + rank * 100)
+    after, before = (rank + 1) % size, (rank - 1) % size
     if size > 1:
-        ring = [
-            dist.P2POp(dist.isend, ranks[rank : rank + 1].contiguous(), (rank + 1) % size),
-            dist.P2POp(dist.irecv, part := torch.empty(1, device=device), (rank - 1) % size),
-        ]
-        for work in dist.batch_isend_irecv(ring):
+        receive = dist.P2POp(dist.irecv, found := torch.empty(1, device=device), before)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, ranks[rank : rank + 1].clone(), after), receive]):
             work.wait()
-        _same(f"send and recv on {device}", part, ranks[(rank - 1) % size : (rank - 1) % size + 1])
+        _same("send and recv", found, ranks[before : before + 1])
 
 
 def ddp(world: px.World) -> str:
@@ -103,10 +109,10 @@ def checkpoint(world: px.World) -> str:
     with px.Checkpointer(directory) as checkpointer:
         checkpointer.save(states[0])
         checkpointer.wait()
-        assert checkpointer.load_latest(states[1]), f"no checkpoint was found in {directory}"
+        _require(checkpointer.load_latest(states[1]) is not None, f"no checkpoint was found in {directory}")
     for name, value in states[0].model.state_dict().items():  # type: ignore[attr-defined]
         other = states[1].model.state_dict()[name]  # type: ignore[attr-defined]
-        assert torch.equal(value, other), f"{name} is not what was saved"
+        _require(torch.equal(value, other), f"{name} is not what was saved")
     return ""
 
 
@@ -126,14 +132,14 @@ def restart(world: px.World) -> str:
             checkpointer.wait()
             if attempt == 0 and state.step == _KILLED_AFTER and world.rank == world.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-    assert attempt == 1, f"this is attempt {attempt + 1}, not the second one"
-    assert first == _KILLED_AFTER, f"it resumed at step {first}, not at {_KILLED_AFTER}"
+    _require(attempt == 1, f"this is attempt {attempt + 1}, not the second one")
+    _require(first == _KILLED_AFTER, f"it resumed at step {first}, not at {_KILLED_AFTER}")
     _same_weights(model, _alone(world.device))
     return f"resumed at step {first}"
 
 
 CHECKS: dict[str, Callable[[px.World], str]] = {
-    function.__name__: function for function in (collectives, ddp, data_parallel, checkpoint, restart)
+    function.__name__: function for function in (start, collectives, ddp, data_parallel, checkpoint, restart)
 }
 
 
@@ -177,26 +183,32 @@ def _equal_to_one_process(world: px.World, model: nn.Module) -> str:
 
 def _same_weights(model: nn.Module, reference: nn.Module) -> float:
     pairs: Iterable[tuple[Tensor, Tensor]] = zip(model.parameters(), reference.parameters(), strict=True)
-    difference = max((one - other).abs().max().item() for one, other in pairs)
-    assert difference < 1e-4, f"the weights differ from those of one process by {difference:.3g}"
+    difference = torch.stack([(one - other).abs().max() for one, other in pairs]).max().item()  # nan if one is
+    _require(difference < 1e-4, f"the weights differ from those of one process by {difference:.3g}")
     return difference
 
 
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:  # not an assert, which PYTHONOPTIMIZE would drop
+        raise AssertionError(otherwise)
+
+
 def _same(name: str, found: Tensor, expected: Tensor) -> None:
-    assert torch.equal(found, expected), f"{name} gave {found.flatten()[0]:g}, not {expected.flatten()[0]:g}"
+    values = f"gave {found.flatten()[0]:g}, not {expected.flatten()[0]:g}"
+    _require(torch.equal(found, expected), f"{name} on {found.device} {values}")
 
 
 def main() -> None:
-    directory, names = Path(sys.argv[1]), sys.argv[2:]
+    directory, began, names = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     with px.init(seed=0, timeout=60) as world, results_path(directory, world.rank).open("ab") as file:
         for name in names:
-            started = time.perf_counter()
             try:
                 detail, failed = CHECKS[name](world), False
             except Exception as error:  # noqa: BLE001 (a check that fails is what the table is for)
-                detail, failed = f"{type(error).__name__}: {error}".splitlines()[0], True
-            seconds = time.perf_counter() - started
-            file.write(messages.encode(Result(name=name, failed=failed, seconds=seconds, detail=detail)) + b"\n")
+                detail, failed = f"rank {world.rank}: {type(error).__name__}: {error}".splitlines()[0], True
+            before, began = began, time.monotonic()
+            result = Result(name, failed, began - before, detail, world.size, began)
+            file.write(messages.encode(result) + b"\n")
             file.flush()
             if failed:  # the others may wait for this rank in a collective: the run ends here
                 raise SystemExit(f"{name} failed: {detail}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,9 +14,10 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from phalanx import messages
-from phalanx.argparser import Parser
-from phalanx.devices import gpu_state
+from phalanx import env, messages
+from phalanx.argparser import Parser, whole_number
+from phalanx.entry_point import python_command
+from phalanx.errors import UsageError
 from phalanx.messages import Record
 from phalanx.self_test.results import Result, combined
 from phalanx.source_lines import clip
@@ -31,105 +34,122 @@ Runs a short training job on this machine and prints what works, a line each:
 
 With GPUs it takes the GPUs and NCCL. The exit code is 0 when everything passed, else 1. Paste the table into a report.
 """
-_TOGETHER = ["collectives", "ddp", "data_parallel", "checkpoint"]
-_LIMIT = 180.0
-"""Seconds for one of the two runs."""
+_TOGETHER = ["start", "collectives", "ddp", "data_parallel", "checkpoint"]
+_LIMIT = 180.0  # seconds for one of the two runs
+_STOPPING = {"terminate": 30.0, "kill": 5.0}  # how a run is stopped, and the seconds that it has to end
+_TICK = 0.5  # seconds between two looks at what has passed
 
 
 class Report(Record, frozen=True):
     """What ``--json`` prints."""
 
     software: dict[str, str]
-    gpus: tuple[str, ...]
-    ranks: int
+    ranks: int | None
+    """None: no rank has joined."""
     checks: tuple[Result, ...]
 
 
 def main(argv: list[str]) -> int:
     """Entry of ``phalanx test``; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    ranks = arguments.nproc_per_node or _rank_count()
-    with tempfile.TemporaryDirectory(prefix="phalanx-test-") as directory:
-        report = Report(_software(), _gpus(), ranks, tuple(_checks(Path(directory), ranks)))
+    asked = arguments.nproc_per_node
+    if asked is not None:
+        whole_number("--nproc-per-node", asked, 1, 1024)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run and its directory are removed
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="phalanx-test-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"there is no directory for temporary files: {error.strerror}; set TMPDIR to one.") from None
+    with temporary as name:
+        report = _report(Path(name), asked)
     print(messages.indented(report) if arguments.json else "\n".join(lines(report)))
     return 1 if any(check.failed for check in report.checks) else 0
 
 
 def lines(report: Report) -> list[str]:
     """The table."""
-    head = [f"{name:<14}{text}" for name, text in report.software.items()]
-    head += [f"{'GPUs':<14}{', '.join(report.gpus) or 'none'}", f"{'ranks':<14}{report.ranks}"]
-    body = [
-        f"{check.name:<14}{'FAILED' if check.failed else 'ok':<8}{check.seconds:5.1f} s  {clip(check.detail)}".rstrip()
-        for check in report.checks
-    ]
-    return [*head, "", *body]
+    facts = {**report.software, "ranks": report.ranks or "not known"}
+    return [*(f"{name:<14}{text}" for name, text in facts.items()), "", *map(_line, report.checks)]
 
 
-def _checks(directory: Path, ranks: int) -> list[Result]:
-    found = _run(directory, ranks, _TOGETHER, [])
-    if any(check.failed for check in found):
-        return found
-    return [*found, *_run(directory, ranks, ["restart"], ["--max-restarts", "1"])[1:]]
+def _line(check: Result) -> str:
+    found = f"{'FAILED' if check.failed else 'ok':<8}{check.seconds:5.1f} s  {clip(check.detail)}"
+    return f"{check.name:<14}{found}".rstrip()
 
 
-def _run(directory: Path, ranks: int, names: list[str], flags: list[str]) -> list[Result]:
-    """One run of some checks; the first result is that it started and ended as it should."""
-    command = [sys.executable, "-m", "phalanx", "run", "--nproc-per-node", str(ranks), *flags]
-    command += ["--log-dir", str(directory / "runs"), "-m", "phalanx.self_test.checks", str(directory), *names]
-    started = time.perf_counter()
+def _report(directory: Path, asked: int | None) -> Report:
+    """Two runs: one for most checks, and one that is killed and restarted."""
+    shown: set[str] = set()
+    found = _run(directory, str(asked or "gpu"), _TOGETHER, shown)
+    if asked is None and "--nproc-per-node gpu" in found[0].detail:  # there is none
+        found = _run(directory, "2", _TOGETHER, shown)
+    if not any(check.failed for check in found):
+        found += _run(directory, str(found[0].ranks), ["restart"], shown, "--max-restarts", "1")
+    _show(found, shown)
+    versions = dict.fromkeys(("phalanx", "torch"), "not installed")
+    versions |= {name: each.version for name in versions for each in metadata.distributions(name=name)}
+    system = f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
+    software = {**versions, "Python": platform.python_version(), "system": system}
+    return Report(software, found[0].ranks or asked, tuple(found))
+
+
+def _run(directory: Path, ranks: str, names: list[str], shown: set[str], *flags: str) -> list[Result]:
+    """One run of some checks. ``shown``: those that were printed."""
+    started = time.monotonic()  # the ranks have the same clock
+    command = [*python_command("phalanx.cli.main()"), "run", "--standalone", "--nproc-per-node", ranks, *flags]
+    command += ["--log-dir", str(directory / "runs"), "-m", "phalanx.self_test.checks", str(directory), str(started)]
+    run = subprocess.Popen(
+        [*command, *names],
+        cwd=directory,
+        env={name: text for name, text in os.environ.items() if not name.startswith(env.PET_PREFIX)}
+        | {"TMPDIR": str(directory)},  # torch leaves files in it
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output = b"not done after %g s" % _LIMIT
     try:
-        run = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_LIMIT, check=False)
-        failed, output = run.returncode != 0, run.stderr + run.stdout
-    except subprocess.TimeoutExpired as error:
-        failed, output = True, f"not done after {_LIMIT:g} s; {error.stderr or ''}"
-    checks = combined(directory, names, ranks)
-    took = time.perf_counter() - started - sum(check.seconds for check in checks)
-    is_reached = any(not check.detail.startswith("not reached") for check in checks)
-    reason = next((line for line in output.splitlines() if " failed: " in line), output.strip()[-500:])
-    return [
-        Result("start", not is_reached, max(took, 0.0), "" if is_reached else reason),
-        *_explained(checks, failed, reason),
-    ]
+        while time.monotonic() - started < _LIMIT:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = run.communicate(timeout=_TICK)
+                break
+            _show([result for result in combined(directory).values() if not result.failed], shown)
+    finally:
+        _stop(run)
+    text = output.decode(errors="replace").strip()
+    reason = next((line for line in text.splitlines() if " failed: " in line), text[-500:])
+    return _results(directory, names, reason if run.returncode != 0 else "")
 
 
-def _explained(checks: list[Result], failed: bool, reason: str) -> list[Result]:
-    """A run that failed though no check did: its last check gets the reason."""
-    if failed and not any(check.failed for check in checks):
-        checks[-1] = messages.replace(checks[-1], failed=True, detail=reason)
-    return checks
+def _stop(run: subprocess.Popen[bytes]) -> None:
+    for how, seconds in _STOPPING.items():
+        if run.poll() is None:
+            getattr(run, how)()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.communicate(timeout=seconds)
 
 
-def _rank_count() -> int:
-    """All GPUs, or two ranks on CPUs."""
-    return len(_gpus()) or 2
+def _results(directory: Path, names: list[str], reason: str) -> list[Result]:
+    """``reason``: why the run failed. If no check has, the first without a result gets it, or else the last one."""
+    found = combined(directory)
+    results = [found.get(name) or Result(name, True, 0.0, "not reached") for name in names]
+    if reason and not any(result.failed for result in found.values()):
+        at = next((index for index, name in enumerate(names) if name not in found), -1)
+        results[at] = messages.replace(results[at], failed=True, detail=reason)
+    return results
 
 
-def _gpus() -> tuple[str, ...]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
-    return tuple(gpu.name for gpu in gpu_state.read(names))
-
-
-def _software() -> dict[str, str]:
-    found = {"phalanx": _version("phalanx"), "torch": _version("torch"), "Python": platform.python_version()}
-    return found | {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "cores": str(os.cpu_count()),
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _show(results: list[Result], shown: set[str]) -> None:
+    """Prints those that were not printed yet, for a user who waits."""
+    for result in results:
+        if result.name not in shown:
+            print(f"phalanx test: {_line(result)}", file=sys.stderr, flush=True)
+    shown.update(result.name for result in results)
 
 
 def _parser() -> Parser:
     parser = Parser("phalanx test", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="ranks; all GPUs by default, or 2 on CPUs"
-    )
+    ranks = "--nproc-per-node", "--nproc_per_node"
+    parser.add_argument(*ranks, type=int, metavar="N", help="ranks; by default one for each GPU, or 2 on CPUs")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     return parser

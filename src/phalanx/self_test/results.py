@@ -15,31 +15,31 @@ class Result(Record, frozen=True):
     failed: bool
     seconds: Seconds
     detail: Text = ""
+    ranks: int = 0
+    """How many there are; 0: none has joined."""
+    ended: float = 0.0
+    """When, by the clock that all processes of a machine share: the first failure is the cause of the others."""
 
 
 def results_path(directory: Path, rank: int) -> Path:
     return directory / f"results-{rank}.jsonl"
 
 
-def combined(directory: Path, names: list[str], ranks: int) -> list[Result]:
-    """The results of all ranks: a check has passed when it has on every one of them."""
-    by_rank = [_read(results_path(directory, rank)) for rank in range(ranks)]
-    return [_combine(name, [found.get(name) for found in by_rank]) for name in names]
+def combined(directory: Path) -> dict[str, Result]:
+    """By name, what one rank has failed at, or all have passed."""
+    by_rank = [_read(path) for path in sorted(directory.glob("results-*.jsonl"))]
+    names = dict.fromkeys(name for results in by_rank for name in results)
+    every = (_combine([results[name] for results in by_rank if name in results]) for name in names)
+    return {result.name: result for result in every if result is not None}
 
 
 def _read(path: Path) -> dict[str, Result]:
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    results = [messages.decode(line, Result, str(path)) for line in lines]
+    lines = path.read_bytes().splitlines(keepends=True)
+    results = [messages.decode(line, Result, str(path)) for line in lines if line.endswith(b"\n")]
     return {result.name: result for result in results}
 
 
-def _combine(name: str, results: list[Result | None]) -> Result:
-    found = [result for result in results if result is not None]
-    seconds = max((result.seconds for result in found), default=0.0)
-    for rank, result in enumerate(results):
-        if result is not None and result.failed:
-            return Result(name, True, seconds, f"rank {rank}: {result.detail}")
-    missing = [str(rank) for rank, result in enumerate(results) if result is None]
-    if missing:
-        return Result(name, True, seconds, f"not reached by rank{'s' * (len(missing) > 1)} {', '.join(missing)}")
-    return Result(name, False, seconds, found[0].detail)
+def _combine(found: list[Result]) -> Result | None:
+    seconds = max(result.seconds for result in found)
+    chosen = min((result for result in found if result.failed), key=lambda result: result.ended, default=found[0])
+    return messages.replace(chosen, seconds=seconds) if chosen.failed or len(found) == chosen.ranks else None
