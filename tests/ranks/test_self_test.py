@@ -15,7 +15,7 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.self_test import checks, command
 from phalanx.self_test.results import Result
-from tests.conftest import Runner, start
+from tests.conftest import REPOSITORY, Runner, start
 
 NAMES = ["start", "collectives", "ddp", "data_parallel", "checkpoint", "restart"]
 SLURM = {
@@ -88,6 +88,24 @@ def test_a_collective_that_is_wrong(phalanx: Runner, tmp_path: Path) -> None:
     assert rows["collectives"].endswith("rank 1: AssertionError: all_reduce on cpu gave 4, not 3")
     assert " FAILED " in rows["collectives"]
     assert rows["ddp"].endswith("not reached")
+
+
+ON_SIM = """
+import sys
+
+if any("process.zygote" in word for word in sys.orig_argv):
+    from tests.devices import sim, simccl
+"""
+
+
+def test_on_the_simulated_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the collectives, most of which its backend has not got, and without the second run, to save time."""
+    (tmp_path / "sitecustomize.py").write_text(ON_SIM)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPOSITORY}")
+    names = [name for name in NAMES if name not in ("collectives", "restart")]
+    results = command._run(tmp_path, "2", names, set())
+    assert [result.name for result in results if not result.failed] == names, results
+    assert results[0].detail == "1 × sim"
 
 
 def test_nothing_is_left_when_it_is_terminated(tmp_path: Path) -> None:

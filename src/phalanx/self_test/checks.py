@@ -112,7 +112,7 @@ def checkpoint(world: px.World) -> str:
         _require(checkpointer.load_latest(states[1]) is not None, f"no checkpoint was found in {directory}")
     for name, value in states[0].model.state_dict().items():  # type: ignore[attr-defined]
         other = states[1].model.state_dict()[name]  # type: ignore[attr-defined]
-        _require(torch.equal(value, other), f"{name} is not what was saved")
+        _require(torch.equal(value.cpu(), other.cpu()), f"{name} is not what was saved")
     return ""
 
 
@@ -157,7 +157,7 @@ def _batch(step: int, device: torch.device) -> Tensor:
 
 
 def _share(step: int, world: px.World) -> Tensor:
-    return _batch(step, world.device)[world.rank :: world.size]
+    return _batch(step, torch.device("cpu"))[world.rank :: world.size].to(world.device)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> None:
@@ -195,7 +195,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 
 def _same(name: str, found: Tensor, expected: Tensor) -> None:
     values = f"gave {found.flatten()[0]:g}, not {expected.flatten()[0]:g}"
-    _require(torch.equal(found, expected), f"{name} on {found.device} {values}")
+    _require(torch.equal(found.cpu(), expected.cpu()), f"{name} on {found.device} {values}")
 
 
 def main() -> None:
@@ -212,6 +212,7 @@ def main() -> None:
             file.flush()
             if failed:  # the others may wait for this rank in a collective: the run ends here
                 raise SystemExit(f"{name} failed: {detail}")
+            px.barrier()  # so that nobody fails at the next one before all have told of this one
 
 
 if __name__ == "__main__":

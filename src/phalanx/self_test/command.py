@@ -130,11 +130,11 @@ def _stop(run: subprocess.Popen[bytes]) -> None:
 
 
 def _results(directory: Path, names: list[str], reason: str) -> list[Result]:
-    """``reason``: why the run failed. If no check has, the first without a result gets it, or else the last one."""
+    """``reason``: why the run failed. The first check that not all ranks have passed gets it, or else the last one."""
     found = combined(directory)
     results = [found.get(name) or Result(name, True, 0.0, "not reached") for name in names]
-    if reason and not any(result.failed for result in found.values()):
-        at = next((index for index, name in enumerate(names) if name not in found), -1)
+    at = next((index for index, result in enumerate(results) if result.failed), -1)
+    if reason and not (results[at].failed and names[at] in found):
         results[at] = messages.replace(results[at], failed=True, detail=reason)
     return results
 
