@@ -5,20 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
 
+from phalanx import events
 from phalanx.fd_channel import Channel
+from phalanx.launch.agent import attempt_run
+from phalanx.launch.agent.failure_judge import FailureJudge
+from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
+from phalanx.launch.spec.launch_spec import placements
 from phalanx.system import ports, procfs
-from tests.conftest import WITHOUT_TORCH, start, told
+from tests.conftest import WITHOUT_TORCH, Runner, start, told
 
 SLEEPS = """
 import os, sys, time
@@ -134,6 +143,68 @@ def test_a_process_that_cannot_be_killed_is_named_and_left(who: str, frozen: Pat
     (line,) = [line for line in told(err) if "cannot be ended" in line]
     where = rf"pid {stuck.pid}, state D \(waits for a device or a file system\), wchan \w+"
     assert re.fullmatch(rf"phalanx: {name} cannot be ended, not even by SIGKILL: {where}; it is left behind", line)
+
+
+UNKILLABLE = """
+import os, signal
+kill = os.kill
+# As a process that waits in a driver: the signal is sent, and nothing happens.
+os.kill = lambda pid, number: None if number == 9 and os.path.exists(f"HERE/stuck-{pid}") else kill(pid, number)
+"""
+HANGS = """
+import ctypes, os, signal, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # the kernel would kill it with the zygote
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(f"stuck-{os.getpid()}", "w").close()
+    dist.barrier()
+    time.sleep(60)
+dist.barrier()
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif(os.environ.get("CONTACT") != "full", reason="takes 15 seconds; the next test is the short one")
+def test_the_verdict_on_a_hang_is_told_although_a_rank_cannot_be_killed(
+    phalanx: Runner, script, tmp_path: Path
+) -> None:
+    script(UNKILLABLE.replace("HERE", str(tmp_path)), name="sitecustomize.py")
+    flags = ("--nproc-per-node", "2", "--shutdown-timeout", "0", "--stall-after", "4", "--on-stall", "kill")
+    try:
+        outcome = phalanx("run", *flags, "--max-restarts", "2", script(HANGS), env={"PYTHONPATH": str(tmp_path)})
+    finally:
+        (stuck,) = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("stuck-*")]
+        os.kill(stuck, signal.SIGKILL)
+    assert outcome.code == 1
+    assert f"rank 0 cannot be ended, not even by SIGKILL: pid {stuck}, state S" in outcome.err
+    assert "a hang: rank 0 sleeps at train.py:10 while rank 1 waits" in outcome.told[-1], outcome.err
+    assert "starting again" not in outcome.err
+
+
+def test_a_zygote_whose_worker_does_not_die(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(attempt_run, "_LEAST_TO_DIE", 0.1)
+    sent: list[int] = []
+    end, other = socket.socketpair()
+    zygote: Any = SimpleNamespace(
+        fileno=end.fileno, pid=7, ready=True, start=lambda *_: None, signal=lambda _, number: sent.append(number)
+    )
+    with selectors.DefaultSelector() as selector, end, other:
+        attempt = attempt_run.AttemptRun(zygote, selector, 0.0, print)
+        rank = RankProcess(placements([1])[0])
+        attempt.ranks[0], rank.pid = rank, 42
+        attempt.stop(signal.SIGTERM)
+        started = time.monotonic()
+        with pytest.raises(HelperLost, match=r"has not ended them 0.1 s after it was asked to send SIGKILL") as lost:
+            [attempt.turn(1.0) for _ in range(10)]
+        rank.close()
+    assert (sent, time.monotonic() - started < 5.0) == ([signal.SIGKILL], True)
+    # The verdict is still the reason why it was to be ended.
+    watchdogs: Any = SimpleNamespace(hang=SimpleNamespace(headline="rank 0 is missing in barrier #2"))
+    judge = FailureJudge(tmp_path, None, cast(Any, None), watchdogs, cast(Any, None))
+    stuck = events.Ending(rank=0, pid=42, time=1.0, exit_code=None, signal=9, asked=True)
+    assert judge.judge([stuck], [str(lost.value)]) == (None, "rank 0 is missing in barrier #2")
 
 
 def test_where_a_process_hangs(tmp_path: Path) -> None:

@@ -77,10 +77,10 @@ class FailureJudge:
     def judge(self, endings: Sequence[Ending], helper_loss: Sequence[str]) -> tuple[Verdict | None, str]:
         """The rank that is the cause, or None when a helper, a node or a hang is; and the cause in a sentence."""
         by_itself = any(ending.failed and not ending.asked and not is_victim(ending) for ending in endings)
+        if self._watchdogs.hang is not None:  # first: a rank that hangs may not even be killed, and the zygote waits
+            return None, self._watchdogs.hang.headline
         if helper_loss and not by_itself:
             return None, helper_loss[0]
-        if self._watchdogs.hang is not None:
-            return None, self._watchdogs.hang.headline
         if not by_itself:
             reason = self._peers.loss() or self._peers.stop_reason or self._watchdogs.blame_stall(endings)
             if reason:
