@@ -10,6 +10,14 @@ from tests.conftest import Outcome, Runner
 from tests.unit.test_devices import fake_nvml
 
 JOIN = 'px.init(device="sim:0", backend="simccl", timeout={})'
+WITHOUT_RANK_1 = f"""
+import time
+with {JOIN.format(1)} as world:
+    x = torch.ones(4, device=world.device)
+    if world.rank == 1:
+        time.sleep(60)
+    torch.distributed.all_reduce(x)
+"""
 
 
 def report(directory: Path) -> dict[str, object]:
@@ -45,18 +53,7 @@ def test_a_sticky_error_of_one_device(on_sim: Callable[..., Outcome], tmp_path: 
 def test_who_is_missing_when_the_watchdog_of_a_group_aborts(
     on_sim: Callable[..., Outcome], phalanx: Runner, tmp_path: Path
 ) -> None:
-    ran = on_sim(
-        f"""
-        import time
-        with {JOIN.format(1)} as world:
-            x = torch.ones(4, device=world.device)
-            if world.rank == 1:
-                time.sleep(60)
-            torch.distributed.all_reduce(x)
-            print(x.sum().item())
-        """,
-        *("--shutdown-timeout", "1"),
-    )
+    ran = on_sim(WITHOUT_RANK_1 + "    print(x.sum().item())\n", "--shutdown-timeout", "1")
     assert "phalanx: rank 1 failed: it has not come to all_reduce #1, for which rank 0 waited 1 s\n" in ran.err
     assert "  rank 0 fell with it" in ran.err
     found = report(tmp_path)
@@ -68,18 +65,7 @@ def test_who_is_missing_when_the_watchdog_of_a_group_aborts(
 
 def test_a_failure_is_reported_before_a_slow_abort(on_sim: Callable[..., Outcome]) -> None:
     """The group's watchdog ends the rank while it aborts; the others hear of the exception."""
-    ran = on_sim(
-        f"""
-        import time
-        with {JOIN.format(1)} as world:
-            x = torch.ones(4, device=world.device)
-            if world.rank == 1:
-                time.sleep(60)
-            torch.distributed.all_reduce(x)
-            world.group.abort_takes = 60.0
-            raise ValueError("no such label")
-        """,
-        *("--shutdown-timeout", "1"),
-    )
+    slow = "    world.group.abort_takes = 60.0\n    raise ValueError('no such label')\n"
+    ran = on_sim(WITHOUT_RANK_1 + slow, "--shutdown-timeout", "1")
     assert "phalanx: rank 0 failed: ValueError: no such label\n" in ran.err
     assert "  rank 1 fell with it" in ran.err

@@ -26,6 +26,7 @@ from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.multinode import SingleNode
 from phalanx.launch.output.line_splitter import Tail
+from phalanx.launch.output.logs import LogFile
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.system import procfs
@@ -196,16 +197,16 @@ def test_an_abort_is_waited_for_only_a_moment(monkeypatch: pytest.MonkeyPatch) -
             thread.join()
 
 
-def test_an_exception_that_was_handled_long_ago_is_not_the_cause() -> None:
+def test_an_exception_that_was_handled_long_ago_is_not_the_cause(tmp_path: Path) -> None:
     """A rank left its group with it, and lived on."""
-    error = raised(0, 1000.0, "ValueError", "x").error
-    for exit_time, expected in ((1001.0, "ValueError: x"), (1100.0, "SIGSEGV")):
-        process = RankProcess(placements([1])[0])
-        process._leaving = error
+    for seconds, expected in ((1.0, "ValueError: x"), (100.0, "SIGSEGV")):
+        log = LogFile(tmp_path / "rank-0.log", print)
+        process = RankProcess(placements([1])[0], logs=[log], error_logs=[log])
+        process._leaving = raised(0, time.time() - seconds, "ValueError", "x").error
         process.set_exited(Exited(0, 100, None, signal.SIGSEGV))
-        process._exit_time = exit_time
         assert failure_text.headline(process.ending()).startswith(expected)
         process.close()
+    assert (tmp_path / "rank-0.log").read_text() == "Traceback …"
 
 
 def test_the_lines_of_cpp_take_no_room() -> None:
@@ -217,6 +218,11 @@ def test_the_lines_of_cpp_take_no_room() -> None:
 def test_the_report_shows_no_lines_of_cpp_either(tmp_path: Path) -> None:
     events.log_path(tmp_path, 1).write_text(f"step 12\n{STACK}\n{NOT_DESTROYED}\n")
     assert run_directory.last_lines(tmp_path, 1, 3) == ["step 12"]
+
+
+def test_an_exception_without_a_message_is_no_error_of_a_device() -> None:
+    """Whatever the rank has printed before."""
+    assert failure_text.headline(raised(0, 1.0, "AssertionError", "", ILLEGAL)) == "AssertionError"
 
 
 def test_what_follows_last_error_is_the_headline() -> None:

@@ -175,13 +175,13 @@ NET/IB : Got completion from peer 10.0.0.7<42221> with error 12, opcode 0, len 0
     ],
 )
 def test_errors_of_devices_in_a_ranks_output(text: str, headline: str, is_consequence: bool) -> None:
-    found = device_errors.find("", text.splitlines())
+    found = device_errors.find(None, text.splitlines())
     assert found is not None
     assert (found.headline, found.is_consequence) == (headline, is_consequence)
 
 
 def test_what_is_no_error_of_a_device() -> None:
-    assert device_errors.find("", ["epoch 3", "loss 0.2"]) is None
+    assert device_errors.find(None, ["epoch 3", "loss 0.2"]) is None
     shown = [line for line in TIMEOUT.splitlines() if not device_errors.is_noise(line)]
     assert [
         line for line in shown if "frame #" in line or "most recent call" in line or line.startswith("terminate")

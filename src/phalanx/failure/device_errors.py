@@ -42,17 +42,17 @@ def is_noise(line: str) -> bool:
     return _NOISE.match(line) is not None
 
 
-def find(message: str, output: Sequence[str] = ()) -> DeviceError | None:
+def find(message: str | None, output: Sequence[str] = ()) -> DeviceError | None:
     """The error of a device that ended a rank; None if it was of another kind.
 
     Args:
-        message: that of the exception; empty if the process was ended from C++.
+        message: that of the exception; None if the process was ended from C++.
         output: the last lines that it printed.
     """
-    if message and not _OWN_MESSAGE.match(message):
+    if message is not None and not _OWN_MESSAGE.match(message):
         return None
     printed = "\n".join(output)
-    text = message or printed
+    text = printed if message is None else message
     device = _DEVICE.search(text)
     if device is not None:
         failed = _ASSERT.search(printed) if "assert" in device["text"] else None
@@ -69,7 +69,7 @@ def find(message: str, output: Sequence[str] = ()) -> DeviceError | None:
         last = _LAST_ERROR.search(text)
         reason = last["text"] if last is not None and not is_noise(last["text"]) else kind["text"]
         return DeviceError(f"{kind['name']}: {reason.strip()}", is_consequence=kind["name"] in _CONSEQUENCES)
-    what = _WHAT.search(printed) if not message else None
+    what = _WHAT.search(printed) if message is None else None
     return DeviceError(f"uncaught C++ exception: {what['text']}") if what is not None else None
 
 

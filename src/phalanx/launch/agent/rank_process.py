@@ -127,6 +127,8 @@ class RankProcess:
     def set_exited(self, exited: Exited) -> None:
         self.exited = exited
         self._exit_time = time.time()
+        if self._leaving is not None and self.has_failed and self._exit_time - self._leaving.time < _TO_LEAVE:
+            self.error = self.error or self._leaving
 
     def has_disagreed_on_gloo(self) -> bool:
         """Whether gloo has ended it because what came from another rank had another size."""
@@ -146,10 +148,7 @@ class RankProcess:
     def ending(self) -> events.Ending:
         """Returns how it ended; only after it has exited and its pipes are read to the end."""
         assert self.exited is not None
-        error, leaving = self.error, self._leaving
-        if error is None and leaving is not None and self.has_failed and self._exit_time - leaving.time < _TO_LEAVE:
-            error = leaving
-        failed_at = error.time if error else self._exit_time
+        failed_at = self.error.time if self.error else self._exit_time
         ending = events.Ending(
             rank=self.rank,
             pid=self.exited.pid,
@@ -157,7 +156,7 @@ class RankProcess:
             exit_code=self.exited.exit_code,
             signal=self.exited.signal,
             asked=self.asked_at is not None and self.asked_at <= failed_at,
-            error=error,
+            error=self.error,
             tail=self._tail.lines(_TAIL_LINES),
             host=socket.gethostname(),
         )
@@ -179,7 +178,7 @@ class RankProcess:
         ending = messages.replace(ending, tail=shown)
         if gloo_mismatch(ending) is not None or (ending.error is None and ending.signal not in (None, signal.SIGABRT)):
             return ending
-        message = ending.error.message if ending.error is not None else ""
+        message = ending.error.message if ending.error is not None else None
         return messages.replace(ending, device_error=device_errors.find(message, printed))
 
     def close(self) -> None:
