@@ -2,8 +2,9 @@
 
 The host puts kernels into a queue and runs ahead; one thread runs them in order, on tensors of the CPU. As on a GPU, a
 failed kernel is noticed later, and every call after it fails too; memory can be exhausted; a kernel can be slow, or
-stuck. What a real device has and this one has not: a second index, strides that torch can see, pinned memory, and of
-`torch.accelerator` what acts on a device (synchronize, memory): `torch.sim` has that.
+stuck. What a real device has and this one has not: a second index (torch's interface for devices in Python makes every
+tensor on index 0), strides that torch can see, pinned memory, and of `torch.accelerator` what acts on a device
+(synchronize, memory): `torch.sim` has that.
 
 A tensor of "sim" has an empty storage; its `Buffer` hangs on the storage and holds the values. Views share the memory
 of the CPU's tensors, so that aliasing is right.
@@ -342,7 +343,7 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
     return [value for value in found if value is not None]
 
 
-def _run_later(op: Any, *args: Any, **kwargs: Any) -> Any:
+def run_later(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operation of torch: the shapes of its results come from the meta device now, the values by a kernel later."""
     returns = op._schema.returns
     draws = any(argument.name == "generator" for argument in op._schema.arguments)
@@ -394,6 +395,19 @@ def _resize(tensor: Tensor, size: Sequence[int], memory_format: object = None) -
     return tensor
 
 
+def _reshape(tensor: Tensor, size: Sequence[int], *_: object) -> Tensor:
+    """A view where the values allow it, and else a copy."""
+    size = torch.empty(tensor.size(), device="meta").view(size).size()  # without a -1
+    result = _new(size, tensor.dtype, is_view=True)
+    source, to = buffer(tensor), buffer(result)
+
+    def kernel() -> None:
+        to.value = values(source).reshape(size)
+
+    device.launch(kernel)
+    return result
+
+
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if is_sim(target):
         to = buffer(target)
@@ -442,19 +456,27 @@ backend_registration._setup_privateuseone_for_python_backend(
     NAME, backend_module=DeviceModule(), hook=_Hooks(), device_guard=_Guard()
 )
 _library = torch.library.Library("_", "IMPL")
-_library.fallback(_run_later, "PrivateUse1")
+_library.fallback(run_later, "PrivateUse1")
 for _name, _function in {
     "aten::empty.memory_format": _empty,
     "aten::empty_strided": _empty,
     "aten::_copy_from": _copy_from,
     "aten::_local_scalar_dense": _item,
+    "aten::_reshape_alias": _reshape,
     "aten::native_dropout": _dropout,
     "aten::record_stream": _record_stream,
     "aten::resize_": _resize,
+    "aten::view": _reshape,
 }.items():
     torch.library.impl(_name, "PrivateUse1")(_function)
 for _name in ("mse_loss", "smooth_l1_loss"):  # torch would compute these in the size of their input, and resize
-    torch.library.impl(f"aten::{_name}", "PrivateUse1")(partial(_run_later, getattr(torch.ops.aten, _name).default))
+    torch.library.impl(f"aten::{_name}", "PrivateUse1")(partial(run_later, getattr(torch.ops.aten, _name).default))
+# torch would compute these from strides, and all tensors of "sim" have those of contiguous ones. Their values do not.
+for _name in """select.int slice.Tensor squeeze squeeze.dim squeeze.dims unsqueeze transpose.int permute t expand
+    split.Tensor split_with_sizes unbind.int diagonal unfold""".split():
+    _packet, _, _overload = _name.partition(".")
+    _op = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
+    torch.library.impl(f"aten::{_name}", "PrivateUse1")(partial(run_later, _op))
 _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
 for _name in ("linear", "addmm", "mm", "matmul", "bmm"):
     torch.library.impl(f"aten::{_name}", "AutocastPrivateUse1")(_in_lower_precision(getattr(torch.ops.aten, _name)))

@@ -117,6 +117,10 @@ class SimCCL(dist.ProcessGroup):
 
         return self._launch("ALLGATHER", [source], run)
 
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Work:
+        """As torch 2.13 calls it."""
+        return self._allgather_base(output, source, opts)
+
     def barrier(self, opts: Any = None) -> Work:
         """As NCCL's: an all_reduce, and the host waits for the device."""
         work = self._launch("BARRIER", [], lambda _: self._gloo.barrier().wait())

@@ -23,6 +23,20 @@ ALONE = """
     assert event.query()
     sim.device.delay = 0.0
 
+    # Views of views, although torch sees no strides.
+    on_cpu = torch.arange(24.0).view(2, 3, 4)
+    there = on_cpu.to("sim")
+    for view in (
+        lambda x: x.transpose(0, 2)[1],
+        lambda x: x[:, :, 3:].squeeze(-1),
+        lambda x: x.permute(2, 0, 1).reshape(4, 6)[:, 2:4],
+        lambda x: x.transpose(0, 1).unbind(1)[1].t(),
+        lambda x: x[..., 1].unsqueeze(0).expand(5, 2, 3).split(2)[1],
+    ):
+        assert torch.equal(view(there).cpu(), view(on_cpu))
+    there.transpose(1, 2)[0].fill_(7.0)
+    assert torch.equal(there.cpu()[0], torch.full((3, 4), 7.0))
+
     # Memory can be exhausted, and comes back.
     torch.sim.synchronize()
     sim.device.memory = sim.device.allocated + 1000

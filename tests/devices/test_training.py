@@ -15,7 +15,7 @@ def test_training_on_an_accelerator(on_sim: Callable[..., Outcome]) -> None:
     outcome = on_sim(SCRIPT)
     assert outcome.code == 0, outcome.err
     names = [line for line in by_rank(outcome)[1] if line.startswith("passed: ")]
-    assert len(names) == 8, names
+    assert len(names) == 9, names
     hint = "copied from memory that is not pinned"
     assert sum(hint in line for line in outcome.told) == 1, outcome.told
 

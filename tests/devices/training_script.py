@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as px
 from phalanx.checkpoint.storage.shard_file import DeferredTensor, ShardReader
-from tests.devices import sim, simccl
+from tests.devices import sim, sim_batchnorm, simccl
 
 BATCH, STEPS = 8, 4
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -93,6 +93,24 @@ def ddp(world: px.World) -> None:
                 loss_of(model, part(x, world), part(y, world)).backward()
                 optimizer.step()
             check_weights(model, in_one_process(make))
+
+
+def batch_norm(world: px.World) -> None:
+    """Statistics of all ranks, by torch's own SyncBatchNorm."""
+    sim_batchnorm.register()
+    x, y = data(0)
+    found = []
+    for is_alone in (True, False):
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to("sim")
+        model = bare if is_alone else px.data_parallel(bare, sync_batchnorm=True)
+        inputs = (x.to("sim"), y.to("sim")) if is_alone else (part(x, world), part(y, world))
+        loss_of(model, *inputs).backward()
+        norm = model.get_submodule("1" if is_alone else "module.1")
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append([each.cpu() for each in (*gradients, norm.running_mean, norm.running_var)])
+    assert type(norm) is nn.SyncBatchNorm
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
 def compression(world: px.World) -> None:
@@ -282,7 +300,7 @@ def metrics(world: px.World) -> None:
 def main() -> None:
     with px.init(device="sim", backend=simccl.NAME, seed=0) as world:
         assert world.device.type == "sim"
-        for section in (ddp, compression, accumulated, batches, resumed, saved_meanwhile, scaled, metrics):
+        for section in (ddp, batch_norm, compression, accumulated, batches, resumed, saved_meanwhile, scaled, metrics):
             began = time.monotonic()
             section(world)
             print(f"passed: {section.__name__} {time.monotonic() - began:.2f} s", flush=True)
