@@ -68,13 +68,14 @@ def _names(listed: str) -> tuple[str, ...]:
 
 def gpu_numbers(dev: Path, prefix: str = "nvidia") -> list[int]:
     """Returns the driver's numbers of the devices below ``dev``: of NVIDIA's, or of those with another name."""
-    tails = (node.name.removeprefix(prefix) for node in dev.glob(f"{prefix}[0-9]*"))
+    names = os.listdir(str(dev)) if dev.is_dir() else []  # noqa: PTH208 (Path objects cost more than the reading)
+    tails = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
     return sorted(int(tail) for tail in tails if tail.isdigit())
 
 
 def _render_nodes(dev: Path, system: Path, drivers: tuple[str, ...], library: str) -> int:
     """Counts the GPUs with one of these drivers, if torch was built for them: many CPUs have one for the screen."""
-    homes = [(system / "class/drm" / node.name / "device").resolve() for node in dev.glob("dri/renderD[0-9]*")]
+    homes = [(system / f"class/drm/renderD{n}/device").resolve() for n in gpu_numbers(dev / "dri", "renderD")]
     # A part of an AMD GPU has no driver, but its name begins with it.
     found = [home for home in homes if {(home / "driver").resolve().name, home.name.split("_")[0]} & {*drivers}]
     return len(found) if found and _torch_has(library) else 0
