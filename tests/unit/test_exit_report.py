@@ -113,7 +113,7 @@ def _raise(error: BaseException) -> None:
         ("torch.cuda.set_device(0)", "cuda"),
     ],
 )
-def test_cuda_is_asked_for_and_torch_has_none(line: str, device: str) -> None:
+def test_cuda_is_asked_for_and_torch_has_none(line: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     names = {"torch": torch, "device": torch.device("cuda:0"), "args": argparse.Namespace(device="cuda:2")}
     linecache.cache["/home/ada/train.py"] = (len(line), None, [line], "/home/ada/train.py")
@@ -121,4 +121,11 @@ def test_cuda_is_asked_for_and_torch_has_none(line: str, device: str) -> None:
         exec(compile(line, "/home/ada/train.py", "exec"), names)
     note = exit_report.note(raised.value, raised.value.__traceback__)
     assert note == f"this torch has no CUDA; the script asks for {device}"
+    built: dict[str, str] = {"xpu": "this torch has no CUDA, but xpu", "cuda": "torch sees no GPU"}
+    for kind, fact in built.items():
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda kind=kind: torch.device(kind))
+        note = exit_report.note(raised.value, raised.value.__traceback__)
+        assert note == f"{fact}; the script asks for {device}"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert exit_report.note(raised.value, raised.value.__traceback__) == ""
     assert exit_report.note(RuntimeError("another error"), raised.value.__traceback__) == ""

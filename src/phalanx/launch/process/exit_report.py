@@ -182,10 +182,13 @@ def _about_gradients(error: BaseException, trace: TracebackType | None) -> str:
 
 def _about_cuda(error: BaseException, trace: TracebackType | None) -> str:
     """Names the device that was asked for, and the build if it is the reason; torch's message does not always."""
-    torch = sys.modules.get("torch")
-    if torch is None or not _NO_CUDA.search(str(error)) or torch.cuda.is_available():
+    if "torch" not in sys.modules or not _NO_CUDA.search(str(error)):
         return ""
-    fact = "torch sees no GPU" if torch.version.cuda or torch.version.hip else "this torch has no CUDA"
+    from phalanx.devices import accelerator
+
+    if (built := accelerator.built_for()) == accelerator.kind() == "cuda":
+        return ""
+    fact = "torch sees no GPU" if built == "cuda" else f"this torch has no CUDA{f', but {built}' if built else ''}"
     program = program_package()
     frames = [frame for frame, _ in traceback.walk_tb(trace) if is_users(frame.f_code.co_filename, program)]
     lines = [line for line in traceback.extract_tb(trace) if is_users(line.filename, program)]
