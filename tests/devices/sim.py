@@ -371,7 +371,7 @@ def run_later(op: Any, *args: Any, **kwargs: Any) -> Any:
         cpu_args, cpu_kwargs = tree_unflatten([_as_cpu(value) for value in flat], spec)
         if draws and cpu_kwargs.get("generator") is None:
             cpu_kwargs["generator"] = torch.Generator().manual_seed(seed)
-        # Every tensor looks contiguous from outside, so that contiguous() does nothing, and the view that follows is legal.
+        # Every tensor looks contiguous from outside: contiguous() does nothing, and the view that follows is legal.
         run = torch.ops.aten.reshape.default if op is torch.ops.aten.view.default else op
         with torch.no_grad():
             found = run(*cpu_args, **cpu_kwargs)

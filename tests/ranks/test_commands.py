@@ -32,8 +32,9 @@ FAILS_ON_PURPOSE = {
     "phalanx run --nproc-per-node 4 --stall-after 3 --on-stall kill examples/stuck.py": 1,
 }
 # `make test` is what runs this; `make demo` is taken apart below; the others are parts of these, or have a short form
-# among the tests (tests/native, tests/suite, tests/contact).
+# among the tests (tests/native, tests/suite, tests/contact, tests/ranks/test_self_test.py).
 MADE_ELSEWHERE = {"make test", "make demo", "make check", "make bench", "make stress", "make suite", "make contact"}
+MADE_ELSEWHERE |= {"phalanx test"}
 OTHER_VERSIONS = ("make test-torch ", "make test-python ")
 """They load gigabytes; tests/ranks/test_versions.py holds what they run."""
 
