@@ -10,7 +10,7 @@ ALONE = """
     import time
 
     # Kernels are launched, and run later.
-    sim.device.delay = 0.05
+    sim.device.delay = 0.2
     began = time.perf_counter()
     x = torch.ones(4, 4, device="sim")
     y = (x @ x).sum()
@@ -19,7 +19,7 @@ ALONE = """
     event.record()
     assert not event.query()
     assert y.item() == 64.0
-    assert launched < 0.05 < time.perf_counter() - began, launched
+    assert launched < 0.2 < time.perf_counter() - began, launched
     assert event.query()
     sim.device.delay = 0.0
 

@@ -130,7 +130,7 @@ class Saving:
                 buffer.finish()
             finally:
                 self.writer.gate.open()
-            buffer.await_devices()
+                buffer.await_devices()
             storage.make_directory(self._directory)
             checksum = storage.write(self._directory, shard_name(self.coordinator.rank), buffer.content)
         except Exception as error:  # noqa: BLE001  (all ranks report it, whatever it is)

@@ -68,11 +68,8 @@ class autocast:
 
     def step(self, optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
         """Calls step() of each optimizer, unless its gradients have overflowed in fp16; then adapts the scale, once."""
-        if left := self._unscaled - {id(each) for each in (optimizer, *others)}:
-            raise UsageError(
-                f"clip() was called for {len(left)} optimizer(s) that this step() leaves out, and the scale changes "
-                "with it; give all optimizers of one backward to one call: amp.step(first, second)."
-            )
+        if self._unscaled - {id(each) for each in (optimizer, *others)}:
+            raise UsageError("an optimizer was clipped and is left out; give all in one call: amp.step(first, second).")
         for each in (optimizer, *others):
             self.scaler.step(each)
         self.scaler.update()

@@ -17,10 +17,11 @@ from torch import Tensor
 from phalanx import argparser
 from phalanx import world as worlds
 from phalanx.comm.order import seconds_in_collectives
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
-from phalanx.status import layout, own_page
-from phalanx.train.batch_copy import BatchCopy
+from phalanx.status import layout, notices, own_page
+from phalanx.torch_compat.tensors import tree_map_where
 from phalanx.train.progress import ProgressExchange, ProgressLine, RankProgress, describe, take_logged
 
 _T = TypeVar("_T")
@@ -83,7 +84,7 @@ class Track(Generic[_T]):
         total = _batches(self._loader)
         reporter = _Reporter(self.epoch, total, self._quiet)
         sizes = _batch_sizes(self._loader, self._sampler)
-        copy = BatchCopy(self._device, self._loader) if self._device is not None else None
+        copy = _BatchCopy(self._device, self._loader) if self._device is not None else None
         self.batches_left = None if total is None else total + 1
         _running.append(self)
         try:
@@ -105,6 +106,38 @@ class Track(Generic[_T]):
 def batches_left() -> int | None:
     """Returns the number for the innermost loop that is being tracked; None if there is none, or it is unknown."""
     return _running[-1].batches_left if _running else None
+
+
+class _BatchCopy:
+    """Moves the batches of one pass.
+
+    The host runs ahead of an accelerator. A copy on a stream of its own does not wait for the kernels that are queued,
+    and those of this step wait for the copy. No batch is fetched early: the state of a loader would be ahead, too.
+    """
+
+    def __init__(self, device: torch.device, loader: object) -> None:
+        self._device, self._stream = device, accelerator.copy_stream(device)
+        if self._stream is not None and getattr(loader, "pin_memory", None) is False:
+            notices.give("batches are copied from memory that is not pinned; DataLoader(…, pin_memory=True) is faster.")
+
+    def __call__(self, batch: _T) -> _T:
+        """Moves tensors, and what takes its own along: encodings of transformers, graphs, packed sequences."""
+        moved = tree_map_where(lambda value: callable(getattr(value, "to", None)), self._move, batch)
+        if self._stream is not None:
+            accelerator.module(self._device).current_stream(self._device).wait_stream(self._stream)
+        return moved
+
+    def _move(self, value: Any) -> object:
+        if self._stream is not None and isinstance(value, Tensor) and value.device.type == "cpu":
+            with accelerator.module(self._device).stream(self._stream):
+                tensor = value.to(self._device, non_blocking=True)
+            # The memory belongs to the copying stream, which must not reuse it while the kernels read it.
+            tensor.record_stream(accelerator.module(self._device).current_stream(self._device))
+            return tensor
+        try:
+            return value.to(self._device, non_blocking=True)
+        except TypeError:  # a `to` that somebody has written
+            return value.to(self._device)
 
 
 class _Reporter:
