@@ -339,6 +339,11 @@ def test_nvidia_smi_is_asked(tmp_path: Path) -> None:
         "problem": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
     }
     assert gpus.ask_nvidia_smi(fake(tmp_path / "bin", "exit 9")) == {"problem": "nvidia-smi: exit code 9"}
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.write_bytes(b"\x7fELF")
+    assert gpus.ask_nvidia_smi({"PATH": str(tool.parent)}) == {
+        "problem": f"{tool} cannot be started: Exec format error"
+    }
     assert gpus.ask_nvidia_smi({"PATH": str(tmp_path)}) == {"problem": "nvidia-smi is not on PATH"}
 
 

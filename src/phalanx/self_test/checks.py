@@ -35,7 +35,7 @@ def start(world: px.World) -> str:
     functions = accelerator.module(world.device)
     name = getattr(functions, "get_device_name", lambda: world.device.type)()
     driver = next((word for word in procfs.nvidia_driver().split() if word[:1].isdigit()), "")
-    nccl = ".".join(map(str, functions.nccl.version())) if dist.is_nccl_available() else ""
+    nccl = ".".join(map(str, functions.nccl.version())) if "nccl" in world.backend else ""
     found = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "NCCL": nccl, "driver": driver}
     return f"{functions.device_count()} × {name}" + "".join(f", {key} {text}" for key, text in found.items() if text)
 

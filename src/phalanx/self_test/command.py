@@ -45,7 +45,6 @@ class Report(Record, frozen=True):
 
     software: dict[str, str]
     ranks: int | None
-    """None: no rank has joined."""
     checks: tuple[Result, ...]
 
 
@@ -73,8 +72,8 @@ def lines(report: Report) -> list[str]:
 
 
 def _line(check: Result) -> str:
-    found = f"{'FAILED' if check.failed else 'ok':<8}{check.seconds:5.1f} s  {clip(check.detail)}"
-    return f"{check.name:<14}{found}".rstrip()
+    word = "FAILED" if check.failed else "ok"
+    return f"{check.name:<14}{word:<8}{check.seconds:5.1f} s  {clip(check.detail)}".rstrip()
 
 
 def _report(directory: Path, asked: int | None) -> Report:
@@ -140,7 +139,6 @@ def _results(directory: Path, names: list[str], reason: str) -> list[Result]:
 
 
 def _show(results: list[Result], shown: set[str]) -> None:
-    """Prints those that were not printed yet, for a user who waits."""
     for result in results:
         if result.name not in shown:
             print(f"phalanx test: {_line(result)}", file=sys.stderr, flush=True)

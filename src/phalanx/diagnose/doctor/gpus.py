@@ -28,7 +28,10 @@ def ask_nvidia_smi(environ: Mapping[str, str], limit: float = _LIMIT) -> dict[st
         return {"problem": "nvidia-smi is not on PATH"}
     deadline = time.monotonic() + limit
     pipe, merged = subprocess.PIPE, subprocess.STDOUT  # it prints its errors to either
-    started = [subprocess.Popen([tool, *each.split()], stdout=pipe, stderr=merged) for each in _QUESTIONS]
+    try:
+        started = [subprocess.Popen([tool, *each.split()], stdout=pipe, stderr=merged) for each in _QUESTIONS]
+    except OSError as error:
+        return {"problem": f"{tool} cannot be started: {error.strerror}"}
     answers = dict(zip(_QUESTIONS, (_answer(process, deadline) for process in started), strict=True))
     found = {question: text for question, (text, code) in answers.items() if code == 0}
     text, code = answers["-q"]
@@ -96,9 +99,8 @@ def has_code(kind: str, codes: Sequence[str]) -> bool:
     own = version_of(kind)
     known = (re.match(r"(sm|compute)_(\d+)(\d)", code) for code in codes)
     fits = ((found[1], (int(found[2]), int(found[3]))) for found in known if found)
-    return kind.partition(":")[0] in codes or any(
-        at <= own and (what == "compute" or at[0] == own[0]) for what, at in fits
-    )
+    has_own = any(at <= own and (what == "compute" or at[0] == own[0]) for what, at in fits)
+    return has_own or kind.partition(":")[0] in codes
 
 
 def nccl(facts: Facts) -> Judgement | None:

@@ -213,12 +213,11 @@ def processes(facts: Facts) -> Judgement:
 def locked_memory(facts: Facts) -> Judgement | None:
     """RDMA locks the memory that it sends from; nothing else of a run does."""
     limit = facts.limits.locked_memory
-    if not facts.network.rdma:
-        return None
     more = container_setting(facts, "--ulimit memlock=-1", "the limit of the container runtime")
     more = more if facts.container else "as root a line `* - memlock unlimited` in /etc/security/limits.conf"
     value = "no limit" if limit is None else f"{in_bytes(limit)} at most"
-    return warning(value, f"too little for RDMA: {more}", limit is not None and limit < _LOCKED_FOR_RDMA)
+    found = warning(value, f"too little for RDMA: {more}", limit is not None and limit < _LOCKED_FOR_RDMA)
+    return found if facts.network.rdma else None
 
 
 def disk(facts: Facts) -> Judgement:
