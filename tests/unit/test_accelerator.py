@@ -159,6 +159,14 @@ def test_each_task_may_see_one_gpu_alone(cuda: Cuda) -> None:
         accelerator.choose(torch.device("cuda:1"), local_rank=0, world_size=1)
 
 
+def test_a_driver_that_is_too_old_for_torch(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # NVML counts its GPUs all the same
+    assert accelerator.choose(None, 0, 1) == torch.device("cpu")
+    with pytest.raises(UsageError, match="device cuda was asked for, but torch sees 0 GPU"):
+        accelerator.choose(torch.device("cuda"), 0, 1)
+    assert cuda.set_to == []
+
+
 def test_a_part_of_a_gpu_has_no_number_of_its_own(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerator.identity(torch.device("cuda", 2)) == "uuid-2"
     part = SimpleNamespace(name="NVIDIA A100 MIG 1g.5gb", uuid="that of the GPU")

@@ -55,6 +55,8 @@ def choose(asked: torch.device | None, local_rank: int, world_size: int) -> torc
     import torch
 
     here = kind() if asked is None or serves(asked) else None
+    if here is not None and not getattr(module(here), "is_available", lambda: True)():  # a driver too old for torch
+        here = None
     if asked is None:
         asked = torch.device("cpu" if here is None or (here in _WITHOUT_INDEX and world_size > 1) else here)
     if not serves(asked):
@@ -96,9 +98,7 @@ def default_backend(device: torch.device) -> str:
     """What torch.distributed is asked for: gloo for the CPU, and the accelerator's own beside it."""
     import torch.distributed as dist
 
-    if not serves(device):
-        return "gloo"
-    find = getattr(dist, "get_default_backend_for_device", lambda _: "nccl")  # before torch 2.6
+    find = getattr(dist, "get_default_backend_for_device", lambda of: "nccl" if serves(of) else "gloo")
     try:
         own = find(device)
     except ValueError:
