@@ -49,6 +49,7 @@ _WRITTEN_FOR_WORKERS = {
     "TORCH_FR_DUMP_TEMP_FILE": "with GPUs: torch writes its last collectives there, unless you set it",
     "NCCL_DEBUG": "with GPUs: WARN, unless you set it or NCCL_DEBUG_FILE",
     "NCCL_DEBUG_FILE": "with GPUs: a file of the run directory for each process, unless you set it or NCCL_DEBUG",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "the same as TORCH_FR_BUFFER_SIZE: 2000 for a torch before 2.13, unless you set it",
     "PHALANX_RUN_DIR": "the run directory",
     "PHALANX_RUN_TOKEN": "marks every process of a run, so that none is left running",
     "PHALANX_STORE": "host:port of the run's store",
@@ -84,7 +85,7 @@ _READ = {
     "NO_COLOR": "no colours on the console",
     "TORCH_FR_BUFFER_SIZE": "torch: how many collectives its flight recorder keeps; 0 turns it off",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "torch: the former name of TORCH_FR_DUMP_TEMP_FILE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "torch: the former name of TORCH_FR_BUFFER_SIZE",
+    "TORCH_NCCL_ENABLE_TIMING": "torch: 1 tells in a hang whether a rank waits in nccl, or for its own kernels",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "torch: 1 asks NVML for GPUs, not CUDA; set for that alone",
     "ROCR_VISIBLE_DEVICES": "AMD: the GPUs among which HIP_VISIBLE_DEVICES counts",
     "NCCL_MULTI_RANK_GPU_ENABLE": "NCCL: 1 lets ranks share a GPU, which px.init refuses otherwise",
@@ -96,7 +97,7 @@ _READ = {
 _BOTH = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME"),
-    *("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES"),
+    *("HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "ASCEND_RT_VISIBLE_DEVICES", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
     *("PHALANX_STORE", "PHALANX_BACKEND", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
 )
 

@@ -109,9 +109,12 @@ def compiled() -> None:
     from phalanx.checkpoint.state import unwrapped
     from phalanx.launch.process.fresh_modules import FreshModules
     from phalanx.parallel import ddp
+    from phalanx.torch_compat import dynamo
 
     rank()
     importlib.reload(ddp)
+    sys.modules.setdefault("torch._dynamo", SimpleNamespace(__spec__=None, callback=None))  # type: ignore[arg-type]
+    dynamo.when_compiling(print, print)
     os.environ["TORCH_LOGS"] = "-dynamo"
     FreshModules([], frozenset(), {}).apply_settings("torch")
     model = nn.Linear(1, 1)

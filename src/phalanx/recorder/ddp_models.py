@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
+from phalanx.recorder import device_clock
 from phalanx.status import own_page
 from phalanx.torch_compat import c10d
 from phalanx.torch_compat.nn import DDP_INIT, ENGINE
@@ -67,6 +68,8 @@ def _queue_block(_: Tensor) -> None:
     page = None if torch.compiler.is_compiling() else own_page.current()
     if page is not None and page.is_in_backward:
         _engine.queue_callback(page.block)
+        if device_clock.clock is not None:
+            device_clock.clock.own_work_ends()
 
 
 def _release_group_last(model: DistributedDataParallel) -> None:

@@ -2,6 +2,7 @@
 
 The progress of each group is cheap to read, and is read ten times a second. The collectives, with the lines that called
 them, take milliseconds; they are written on request, when the rank has been in one for a second, and when it fails.
+Those of nccl only on request and when it fails: reading them asks the device for its events.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
+from phalanx.devices import accelerator
+from phalanx.recorder import device_clock, phases
 from phalanx.recorder.around import around
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
-from phalanx.torch_compat import c10d, flight_recorder
+from phalanx.torch_compat import c10d, dynamo, flight_recorder
 
 _LOOK_EVERY = 0.1
 """Seconds. A look takes a quarter of a millisecond of the process."""
 _STUCK_SECONDS = 1.0
-_TRIES = 100
+_SECOND = f":{flight_recorder.NCCL}"
+"""Behind the name of a group that uses gloo too."""
+_BUFFER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _DTYPES = (
     *("", "Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"),
     *("ComplexFloat", "ComplexDouble"),
@@ -38,12 +44,16 @@ _reader: FlightReader | None = None
 
 Entry: TypeAlias = dict[str, Any]
 """A collective, as torch's flight recorder gives it."""
-Progress: TypeAlias = dict[str, tuple[int, int]]
-"""The last enqueued and the last completed collective of each group, by torch's number of the group."""
+Key: TypeAlias = tuple[str, int]
+"""The backend and torch's number of a group: every backend counts its groups from 0."""
+Progress: TypeAlias = dict[Key, tuple[int, int]]
+"""The last enqueued and the last completed collective of each group."""
 
 
 def install() -> None:
     """Starts the thread with the first process group: before that, a script may want to fork."""
+    if torch_compat.release() < torch_compat.FLIGHT_RECORDER_IS_ON:  # these do not record unless they are asked to
+        own_page.when_begun(lambda page: os.environ.setdefault(_BUFFER_SIZE, "2000"))
     if not is_recording():
         return
     c10d.NEW_GROUP.wrap(around(lambda page, *_, **__: begin()))
@@ -52,10 +62,9 @@ def install() -> None:
 
 
 def is_recording() -> bool:
-    """True if torch records collectives: older versions do so only when asked to, and it can be turned off."""
-    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
-    default = "" if torch_compat.release() >= torch_compat.FLIGHT_RECORDER_IS_ON else "0"
-    return bool(flight_recorder.dumps()) and next((size for size in sizes if size is not None), default) != "0"
+    """True if torch records collectives: it can be turned off."""
+    sizes = [os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", _BUFFER_SIZE)]
+    return bool(flight_recorder.dumps()) and next((size for size in sizes if size is not None), "") != "0"
 
 
 def begin() -> None:
@@ -64,6 +73,8 @@ def begin() -> None:
     if page is not None and _reader is None:
         _reader = FlightReader(page)
         threading.Thread(target=_reader.run, name="phalanx-recorder", daemon=True).start()
+    if _reader is not None:
+        _reader.device = accelerator.current(None)
 
 
 def _forget() -> None:
@@ -76,8 +87,11 @@ class FlightReader:
     """Copies torch's records into the status page."""
 
     page: StatusPage
-    names: dict[str, str | None] = field(default_factory=dict)
-    """The names of the groups, by torch's number; None for a group that is not the script's."""
+    names: dict[Key, str | None] = field(default_factory=dict)
+    """The names of the groups; None for a group that is not the script's."""
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it does not change)
+    """The current device of the thread that creates groups."""
+    hears_compiler: bool = False
     seen: Progress = field(default_factory=dict)
     changed_at: float = 0.0
     is_written: bool = False
@@ -86,16 +100,15 @@ class FlightReader:
     def run(self) -> None:
         has_complained = False
         while True:
-            time.sleep(_LOOK_EVERY)
-            if own_page.current() is not self.page:
-                continue
             try:
-                self.look()
+                if own_page.current() is self.page:
+                    self.look()
             except Exception as error:  # noqa: BLE001 (without this thread, a rank that makes progress would seem to hang)
                 if not has_complained:
                     has_complained = True
                     what = f"{type(error).__name__}: {error}"
                     print(f"phalanx: what this rank does could not be recorded ({what}); trying again", file=sys.stderr)
+            time.sleep(_LOOK_EVERY)
 
     def look(self) -> None:
         """Writes the progress of each group, and answers requests."""
@@ -108,10 +121,27 @@ class FlightReader:
         if self.page.is_asked(layout.STACKS_ASKED):
             own_page.write_stacks()
             self.page.answer(layout.STACKS_ASKED)
-        is_stuck = is_running and not self.is_written and time.monotonic() - self.changed_at > _STUCK_SECONDS
-        if is_stuck or self.page.is_asked(layout.ASKED):
+        self.hears_compiler = self.hears_compiler or dynamo.when_compiling(phases.compiling, phases.compiled)
+        if is_running and not self.is_written and time.monotonic() - self.changed_at > _STUCK_SECONDS:
+            self.write_collectives(with_nccl=False)
+        if self.page.is_asked(layout.ASKED):
+            self._write_device()
             self.write_collectives()
             self.page.answer(layout.ASKED)
+
+    def _write_device(self) -> None:
+        """Writes what the device does, and makes it current in this thread: an event would else use the first GPU."""
+        clock = device_clock.clock
+        device = clock.device if clock is not None else self.device
+        if accelerator.serves(device):
+            accelerator.module(device).set_device(device)
+        if clock is not None:
+            clock.answer()
+        if os.environ.get("TORCH_NCCL_ENABLE_TIMING", "0") in ("1", "true"):  # only then a started one waits for others
+            for entry in entries():
+                if entry["key"][0] == flight_recorder.NCCL and not entry["retired"]:
+                    self.page.device_is(layout.WAITS if entry["state"] == "started" else layout.BUSY)
+                    break
 
     def _write_progress(self, now: Progress) -> None:
         self.seen, self.changed_at = now, time.monotonic()
@@ -126,14 +156,18 @@ class FlightReader:
             self.page.clear_flights()
 
     def _read_names(self) -> None:
-        """Finds the names of new groups, which torch gives only with their collectives."""
-        script = {name for group, name in _groups() if not records_itself(group)}
-        for entry in entries():
+        """Finds the names of new groups, which torch gives only with their collectives, and for nccl with a number."""
+        script = {name: group for group, name in _groups() if not records_itself(group)}
+        for name, group in script.items():
+            number = c10d.nccl_number(group)
+            if number is not None:
+                self.names[flight_recorder.NCCL, number] = name + _SECOND * c10d.uses_gloo(group)
+        for entry in entries(with_nccl=False):
             name = entry["process_group"][0]
-            self.names[str(entry["pg_id"])] = name if name in script else None
+            self.names[entry["key"]] = name if name in script else None
 
-    def write_collectives(self) -> None:
-        known = [entry for entry in entries(stacks=True) if self.names.get(str(entry["pg_id"]))]
+    def write_collectives(self, with_nccl: bool = True) -> None:
+        known = [entry for entry in entries(stacks=True, with_nccl=with_nccl) if self.names.get(entry["key"])]
         latest = known[-layout.FLIGHT_ENTRIES :]
         for index, entry in enumerate(latest):
             self._write(index, entry)
@@ -141,8 +175,8 @@ class FlightReader:
         self.is_written = True
 
     def _write(self, index: int, entry: Entry) -> None:
-        name = entry["process_group"][0]
-        group = self.page.group(name, ranks_of(name), *self.seen.get(str(entry["pg_id"]), (0, 0)))
+        name = self.names[entry["key"]] or ""
+        group = self.page.group(name, ranks_of(name), *self.seen.get(entry["key"], (0, 0)))
         created = entry["time_created_ns"] / 1e9
         ended = (entry["time_discovered_completed_ns"] or entry["time_created_ns"]) / 1e9 if entry["retired"] else 0.0
         sizes = entry["input_sizes"] or entry["output_sizes"]
@@ -167,22 +201,26 @@ class FlightReader:
 
 
 def group_progress() -> Progress:
-    """Reads the progress of each group. A group with two backends counts both."""
+    """Reads the progress of each group. A group with two backends is two."""
     found: Progress = {}
     for dump in flight_recorder.dumps():
         groups = json.loads(dump.progress(False, False)).get("pg_status", {})
         for number, of in groups.items():
-            enqueued, completed = found.get(number, (0, 0))
-            enqueued += max(int(of["last_enqueued_collective"]), 0)
-            found[number] = enqueued, completed + max(int(of["last_completed_collective"]), 0)
+            enqueued, completed = (max(int(of[f"last_{what}_collective"]), 0) for what in ("enqueued", "completed"))
+            found[dump.backend, int(number)] = enqueued, completed
     return found
 
 
-def entries(stacks: bool = False) -> list[Entry]:
-    """Reads the flight recorder's collectives, oldest first."""
+def entries(stacks: bool = False, with_nccl: bool = True) -> list[Entry]:
+    """Reads the flight recorder's collectives, oldest first. Those of nccl only on a thread with the right device."""
+    dumps = [dump for dump in flight_recorder.dumps() if with_nccl or dump.backend != flight_recorder.NCCL]
     with flight_recorder.without_compiler():
-        dumps = [dump.trace(True, stacks, False) for dump in flight_recorder.dumps()]
-    found = [entry for dump in dumps for entry in pickle.loads(dump).get("entries", [])]
+        traces = [(dump.backend, dump.trace(True, stacks, False)) for dump in dumps]
+    found = [
+        {**entry, "key": (backend, entry["pg_id"])}
+        for backend, trace in traces
+        for entry in pickle.loads(trace).get("entries", [])
+    ]
     return sorted(found, key=lambda entry: entry["time_created_ns"])
 
 
@@ -193,22 +231,15 @@ def records_itself(group: object) -> bool:
 
 def ranks_of(name: str) -> list[int]:
     for group, known in _groups():
-        if known == name:
+        if known == name.removesuffix(_SECOND):
             return sorted(c10d.WORLD.get().pg_group_ranks.get(group, {}))
     return []
 
 
 def _groups() -> list[tuple[dist.ProcessGroup, str]]:
-    """Returns all groups with their names. The script may be creating one at this moment."""
+    """Returns all groups with their names. A script may be creating one just now, so they are copied in one step."""
     world = c10d.WORLD.get()
-    if world is None:
-        return []
-    for _ in range(_TRIES):
-        try:
-            return list(world.pg_names.items())
-        except RuntimeError:  # the dictionary has changed meanwhile
-            continue
-    return []
+    return [] if world is None else list(world.pg_names.copy().items())
 
 
 def operation(profiling_name: str) -> int:

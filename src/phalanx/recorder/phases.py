@@ -1,4 +1,4 @@
-"""Notes which part of a step a rank is in: data, forward, backward, optimizer, checkpoint.
+"""Notes which part of a step a rank is in: data, forward, backward, optimizer, checkpoint, or compiling.
 
 It hooks what every script calls: a DataLoader's next batch, backward, an optimizer's step, torch.save. The time between
 a batch and backward is forward; a script without a DataLoader is in forward from one step to the next.
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from phalanx.recorder import device_clock
 from phalanx.recorder.around import around
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
@@ -25,6 +26,7 @@ from phalanx.torch_compat.nn import BACKWARD, SAVE
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _after_a_step = layout.FORWARD
 """The phase between an optimizer's step and the next phase that is known."""
+_before_compiling: int | None = None
 
 
 def install() -> None:
@@ -67,7 +69,10 @@ def _backward(page: StatusPage, *_: object, **__: object) -> Iterator[None]:
     finally:
         page.unblock()  # `ddp_models` has noted the end of its own work
         # One backward may be a part of another, as in a checkpoint of activations.
-        page.enter(layout.BACKWARD if before == layout.BACKWARD else layout.OTHER)
+        is_whole = before != layout.BACKWARD
+        if is_whole and device_clock.clock is not None:
+            device_clock.clock.backward_ends()
+        page.enter(layout.OTHER if is_whole else layout.BACKWARD)
 
 
 def _before_step(*_: object) -> None:
@@ -76,7 +81,22 @@ def _before_step(*_: object) -> None:
         page.enter(layout.OPTIMIZER)
 
 
-def _after_step(*_: object) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     page = None if torch.compiler.is_compiling() else own_page.current()
     if page is not None:
+        clock = device_clock.of_optimizer(optimizer, page)
         page.stepped(_after_a_step)
+        if clock is not None:
+            clock.stepped()
+
+
+def compiling(*_: object) -> None:
+    global _before_compiling
+    page = own_page.current()
+    _before_compiling = page.enter(layout.COMPILE) if page is not None and page.is_in_loop else None
+
+
+def compiled(*_: object) -> None:
+    page = own_page.current()
+    if page is not None and _before_compiling is not None:
+        page.enter(_before_compiling)

@@ -18,14 +18,15 @@ from phalanx.recorder import flight_reader
 from phalanx.recorder.around import around
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
-from phalanx.torch_compat import c10d
+from phalanx.torch_compat import FLIGHT_RECORDER_IS_ON, c10d, release
 from phalanx.torch_compat.nn import DDP_BROADCAST
 
 
 def install() -> None:
     if not dist.is_available():
         return
-    c10d.WAIT.wrap(around(_wait if flight_reader.is_recording() else _unnamed_wait))
+    has_names = flight_reader.is_recording() and release() >= FLIGHT_RECORDER_IS_ON  # older ones record nccl alone
+    c10d.WAIT.wrap(around(_wait if has_names else _unnamed_wait))
     DDP_BROADCAST.wrap(around(_wait))
     c10d.STORE_INIT.wrap(around(_connect))
     for name, op in ((c10d.SEND, layout.SEND), (c10d.RECV, layout.RECV)):

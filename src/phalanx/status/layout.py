@@ -1,6 +1,6 @@
 """The layout of a status page: fixed and versioned, so that every process can read it at any time.
 
-A page is 2,048 words of eight bytes, written without locks and without system calls, and it may be read during a write.
+A page is 2,560 words of eight bytes, written without locks and without system calls, and it may be read during a write.
 So a record that changes begins and ends with the same number, written first and last, and a reader takes only a record
 where both are equal and that is the same in a second read.
 
@@ -14,6 +14,7 @@ where both are equal and that is the same in a second read.
 | 40   | asked, answered: a reader raises the first, and the rank then sets the second     |
 | 44   | asked, answered: the same for the stacks of all threads                           |
 | 46   | seconds of each phase in which the loop waited for ranks; start of the wait now   |
+| 58   | its device: timed steps, seconds of own work, of waiting, for data; its state     |
 | 64   | groups: name, ranks, last enqueued and completed collective (flight recorder)     |
 | 384  | ring of the collectives that we record ourselves                                  |
 | 768  | places: lines of the user's code, to which collectives refer by number            |
@@ -29,9 +30,9 @@ from pathlib import Path
 from struct import Struct
 
 MAGIC = b"phx-stat"
-VERSION = 4
+VERSION = 5
 WORD = 8
-PAGE_WORDS = 2048
+PAGE_WORDS = 2560
 PAGE_BYTES = PAGE_WORDS * WORD
 
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
@@ -53,13 +54,20 @@ PLACE, PLACES, PLACE_WORDS = 768, 32, 32
 """A place is the length of a text, and the text: line, function, file, with a zero between them."""
 FLIGHT, FLIGHT_ENTRIES = 1792, 16
 WINDOW, WINDOWS, WINDOW_STEPS = 1984, 7, 10
-WINDOW_WORDS, WINDOW_RECORD = 9, Struct("@QQddddddQ")
+WINDOW_WORDS, WINDOW_RECORD = 11, Struct("@QQddddddddQ")
 """A number, the optimizer step at its end, seconds of own work in each phase of OWN, the number."""
+DEVICE_STEPS, DEVICE_SECONDS, DEVICE_TIMES, DEVICE_STATE = 58, 59, Struct("@ddd"), 62
+DEVICE_STATES = ("", "unknown", "idle", "busy", "waits")
+"""None; not known; it has finished everything; it has not come to the end of its own work; it waits for others."""
+NO_DEVICE, UNKNOWN, IDLE, BUSY, WAITS = range(len(DEVICE_STATES))
 
-PHASES = ("started", "joining", "data", "forward", "backward", "optimizer", "checkpoint", "other", "done")
-STARTED, JOINING, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, DONE = range(len(PHASES))
-OWN = DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER
-"""The phases of a loop."""
+PHASES = (
+    *("started", "joining", "data", "forward", "backward", "optimizer", "checkpoint", "other", "done", "compile"),
+    "device work",
+)
+STARTED, JOINING, DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, DONE, COMPILE, DEVICE = range(len(PHASES))
+OWN = DATA, FORWARD, BACKWARD, OPTIMIZER, CHECKPOINT, OTHER, COMPILE, DEVICE
+"""The phases of a loop. On a device, its own clock counts for the first and the last, and the others are zero."""
 BLOCKED = 46
 BLOCKED_SINCE = BLOCKED + len(PHASES)
 WAITED = SECONDS + len(PHASES)

@@ -21,7 +21,7 @@ _own: StatusPage | None = None
 _switched_off: StatusPage | None = None
 _stacks_fd = -1
 _before_failing: list[Callable[[], None]] = []
-_when_begun: list[Callable[[StatusPage], None]] = []
+_when_begun: list[Callable[[StatusPage], object]] = []
 
 
 def begin(directory: Path, rank: int, world_size: int) -> None:
@@ -88,7 +88,7 @@ def _stack(frame: FrameType | None) -> str:
     return "".join(lines)
 
 
-def when_begun(call: Callable[[StatusPage], None]) -> None:
+def when_begun(call: Callable[[StatusPage], object]) -> None:
     """Calls ``call`` with every page that this process, or one forked from it, begins."""
     _when_begun.append(call)
     if _own is not None:

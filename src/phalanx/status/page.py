@@ -10,7 +10,7 @@ import itertools
 import mmap
 import os
 from _thread import get_ident
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from sys import _getframe
 from time import time
@@ -49,7 +49,7 @@ class StatusPage:
         self._words, self._doubles = whole.cast("Q"), whole.cast("d")
         self._phase = layout.STARTED
         self._since = time()
-        self._beats = self._epoch = self._step = self._samples = self._updates = 0
+        self._beats = self._epoch = self._step = self._samples = self.updates = 0
         self._groups: dict[str, int] = {}
         self._next_group = itertools.count()
         self._in_slots = [-1] * layout.GROUPS
@@ -59,6 +59,8 @@ class StatusPage:
         self._blocked_since = 0.0
         """When it began to wait for other ranks outside of a collective that we record; 0: it does not."""
         self._windows = WindowWriter(self.memory)
+        self.when_fetched: Callable[[float], None] | None = None
+        """Is called with the seconds that the loop waited for data."""
         self.places = CodeLines(self.memory)
         self._known = self.places.known
         self._write_loop()
@@ -73,6 +75,8 @@ class StatusPage:
         """Enters a phase, and returns the one before."""
         before, now = self._phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
+        if before == layout.DATA and self.when_fetched is not None:
+            self.when_fetched(now - self._since)
         self._phase, self._since = phase, now
         self._write_loop()
         return before
@@ -84,12 +88,23 @@ class StatusPage:
 
     def stepped(self, then: int) -> None:
         """Counts an optimizer's step, and enters the phase after it."""
-        self._updates += 1
+        self.updates += 1
         self.enter(then)
-        if self._updates == self._windows.due:
+        if self.updates == self._windows.due and not self._words[layout.DEVICE_STATE]:
             doubles = self._doubles
             own = tuple(doubles[layout.SECONDS + phase] - doubles[BLOCKED + phase] for phase in layout.OWN)
             self._windows.cut(own, self._since)
+
+    def device_stepped(self, update: int, own: float, waited: float, data: float) -> None:
+        """Writes the seconds so far by the device's clock, when the device has come to the end of a step."""
+        self._words[layout.DEVICE_STEPS] += 1
+        layout.DEVICE_TIMES.pack_into(self.memory, layout.DEVICE_SECONDS * WORD, own, waited, data)
+        if update == self._windows.due:
+            self._windows.cut((data, *(0.0,) * (len(layout.OWN) - 2), own), time())
+
+    def device_is(self, state: int) -> None:
+        """Writes that this rank's work is on an accelerator, not in its own phases, and what that does."""
+        self._words[layout.DEVICE_STATE] = state
 
     def checkpointed(self, step: int) -> None:
         """Writes the step of the checkpoint that was just saved or loaded."""
@@ -139,7 +154,7 @@ class StatusPage:
     def _write_loop(self) -> None:
         self._beats = beats = self._beats + 1
         phase, epoch, step, samples = self._phase, self._epoch, self._step, self._samples
-        _pack_loop(self.memory, _LOOP_AT, beats, phase, beats, epoch, step, samples, self._updates, self._since, beats)
+        _pack_loop(self.memory, _LOOP_AT, beats, phase, beats, epoch, step, samples, self.updates, self._since, beats)
 
     # ---- groups
 

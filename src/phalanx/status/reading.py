@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -107,11 +106,16 @@ class Status(Record, frozen=True):
     """The step of the last checkpoint that px.Checkpointer has saved or loaded."""
     connecting: str = ""
     """The store that it is connecting to, as host:port."""
+    device: str = ""
+    """The state of its accelerator, one of layout.DEVICE_STATES."""
+    device_steps: Count = 0
+    device_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """By the device's clock: own work, waiting for other ranks, waiting for data."""
 
     @property
     def progress(self) -> tuple[int, ...]:
         """A value that changes when the rank makes progress: its loop, an optimizer's step, a collective that ends."""
-        return self.beats, self.ended, sum(group.completed or 0 for group in self.groups)
+        return self.beats, self.ended, sum(group.completed or 0 for group in self.groups), self.device_steps
 
     @property
     def open_collective(self) -> Collective | None:
@@ -150,11 +154,11 @@ def pulse(path: Path) -> tuple[int, ...] | None:
         return None
     if len(data) < layout.RING * layout.WORD or data[:8] != layout.MAGIC:
         return None
-    beats = layout.LOOP_RECORD.unpack_from(data, layout.LOOP * layout.WORD)[0]
-    # The seconds in collectives grow with each that ends.
-    waited = int.from_bytes(data[layout.WAITED * layout.WORD : (layout.WAITED + 1) * layout.WORD], sys.byteorder)
+    words = memoryview(data).cast("Q")
     groups = range(layout.GROUP, layout.GROUP + layout.GROUPS * layout.GROUP_WORDS, layout.GROUP_WORDS)
-    return beats, waited, sum(layout.GROUP_RECORD.unpack_from(data, at * layout.WORD)[-2] for at in groups)
+    completed = sum(words[at + layout.GROUP_WORDS - 2] for at in groups)
+    # The seconds in collectives grow with each that ends.
+    return words[layout.LOOP], words[layout.WAITED], completed, words[layout.DEVICE_STEPS]
 
 
 def ask(path: Path, seconds: float, word: int = layout.ASKED) -> bool:
@@ -172,7 +176,7 @@ def ask(path: Path, seconds: float, word: int = layout.ASKED) -> bool:
         deadline = time.monotonic() + seconds
         # The rank looks several times a second; memory has no event to wait for.
         while words[word] != words[word + 1]:
-            if time.monotonic() > deadline:
+            if time.monotonic() >= deadline:
                 return False
             time.sleep(0.005)
     return True
@@ -219,6 +223,9 @@ def _parsed(
         ticks=page.words[6],
         checkpoint=page.words[layout.CHECKPOINT_STEP],
         connecting=_text(page.data[layout.CONNECTING * layout.WORD :][: layout.CONNECTING_BYTES]),
+        device=layout.DEVICE_STATES[page.words[layout.DEVICE_STATE]],
+        device_steps=page.words[layout.DEVICE_STEPS],
+        device_seconds=layout.DEVICE_TIMES.unpack_from(page.data, layout.DEVICE_SECONDS * layout.WORD),
     )
 
 

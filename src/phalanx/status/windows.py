@@ -1,7 +1,7 @@
 """Windows of ten steps: the rank's own work in each phase, without its waits for other ranks.
 
-Every rank cuts its windows at the same steps, so that those of different ranks can be compared, wherever and whenever
-they are read. Where steps are short, most windows are skipped, and a few are kept per second.
+On an accelerator they are by its own clock. Every rank cuts its windows at the same steps, so that those of different
+ranks can be compared, wherever and whenever they are read. Where steps are short, a few are kept per second.
 """
 
 from __future__ import annotations

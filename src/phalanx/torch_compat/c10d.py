@@ -146,12 +146,21 @@ ELASTIC_STATE = Name(
 ELASTIC_NODE = Name(f"{_DYNAMIC}:_NodeDesc", "A node in that state.", _NOT_ELASTIC)
 
 
+def _backends(group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the backends of a group, also of a destroyed one. None if torch does not tell."""
+    backend, devices = GET_BACKEND.of(group), DEVICE_TYPES.of(group, ())
+    return [] if backend is None else [backend(device) for device in devices]
+
+
+def nccl_number(group: dist.ProcessGroup) -> int | None:
+    """Returns the number of a group in nccl's flight recorder; None if it does not use nccl, or torch does not tell."""
+    return next((each.uid for each in _backends(group) if hasattr(each, "uid")), None)
+
+
 def uses_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Returns whether a backend of a group is gloo, also of a destroyed one. False if torch does not tell."""
     import torch.distributed as dist
 
-    backend, devices = GET_BACKEND.of(group), DEVICE_TYPES.of(group, ())
-    return backend is not None and any(isinstance(backend(device), dist.ProcessGroupGloo) for device in devices)
+    return any(isinstance(each, dist.ProcessGroupGloo) for each in _backends(group))
 
 
 def add_default_backend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import TypeVar
@@ -44,7 +45,23 @@ INIT_LOGS = Name(
     "TORCH_LOGS that a script sets before its import of torch is applied in a forked worker.",
     "TORCH_LOGS has an effect in a forked worker only when it is set in the shell.",
 )
+CALLBACKS = Name(
+    "torch._dynamo:callback",
+    "The recorder notes the phase compile.",
+    "A rank that compiles for long while others wait for it looks like a hang.",
+)
 _F = TypeVar("_F", bound=Callable[..., object])
+
+
+def when_compiling(start: Callable[..., None], end: Callable[..., None]) -> bool:
+    """Has these called when torch.compile begins and ends to compile. False as long as the compiler is not loaded."""
+    package = sys.modules.get(COMPILER)
+    if package is None or getattr(package.__spec__, "_initializing", False):
+        return False
+    callbacks = CALLBACKS.needed_of(package)
+    for register, call in (("on_compile_start", start), ("on_compile_end", end)):
+        getattr(callbacks, register, bool)(call)
+    return True
 
 
 def skip_methods(kind: type) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from phalanx.torch_compat import FLIGHT_RECORDER_IS_ON
 from phalanx.torch_compat.names import Name
 
+NCCL = "nccl"
 _NATIVE = "torch._C._distributed_c10d"
 _LOST = "Reports on ranks that hang do not number the collective of {} that each is in."
 TRACE = Name(
@@ -38,8 +39,9 @@ COMPILER = Name(
 
 
 class Dump(NamedTuple):
-    """The functions of one recorder; nccl has its own."""
+    """The functions of one recorder; nccl has its own, whose collectives are read with the device's events."""
 
+    backend: str
     progress: Callable[[bool, bool], str]
     """Returns JSON."""
     trace: Callable[[bool, bool, bool], bytes]
@@ -51,9 +53,9 @@ def dumps() -> list[Dump]:
     """Returns the recorders of this torch."""
     import torch.distributed as dist
 
-    pairs = [(PROGRESS, TRACE), *([(NCCL_PROGRESS, NCCL_TRACE)] if dist.is_nccl_available() else [])]
-    found = [(progress.get(), trace.get()) for progress, trace in pairs]
-    return [Dump(*pair) for pair in found if None not in pair]
+    pairs = {"gloo": (PROGRESS, TRACE)} | ({NCCL: (NCCL_PROGRESS, NCCL_TRACE)} if dist.is_nccl_available() else {})
+    found = [(backend, progress.get(), trace.get()) for backend, (progress, trace) in pairs.items()]
+    return [Dump(*of) for of in found if None not in of]
 
 
 @contextlib.contextmanager
