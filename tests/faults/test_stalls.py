@@ -282,6 +282,22 @@ if dist.get_rank() == 1:
     time.sleep(1000)
 dist.all_reduce(torch.ones(3))
 """
+COMPILES = """
+import subprocess, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+parameter = torch.nn.Parameter(torch.ones(3))
+torch.optim.SGD([parameter], lr=0.1).step()
+dist.barrier()
+
+def backend(graph, inputs):     # as inductor's: another process compiles, and this one waits for it
+    if dist.get_rank() == 1:
+        subprocess.run(["sh", "-c", "for i in $(seq 60); do head -c 100000 /dev/zero > object.o; sleep 0.1; done"])
+    return graph.forward
+
+torch.compile(lambda x: x * 2, backend=backend)(parameter)
+dist.barrier()
+print("through", flush=True)
+"""
 RESUMES = """
 import sys, time, torch, torch.distributed as dist
 from datetime import timedelta
@@ -324,6 +340,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         "gloo": Run(place, "gloo", CASES, *gloo, *kills, str(len(ON_GLOO) - 1), arguments=ON_GLOO),
         "slow on shm": Run(place, "slow on shm", SLOW, *kill_after_two),
         "slow on gloo": Run(place, "slow on gloo", SLOW, *gloo, *kill_after_two),
+        "compiles": Run(place, "compiles", COMPILES, "--stall-after", "1", "--on-stall", "kill"),
         "resumes": Run(place, "resumes", RESUMES, "--stall-after", "1.5", arguments=["4"]),
         "gives up on shm": Run(place, "gives up on shm", RESUMES, "--stall-after", "1", arguments=["60", "6"]),
         "gives up on gloo": Run(place, "gives up on gloo", RESUMES, *gloo, "--stall-after", "1", arguments=["60", "6"]),
@@ -392,6 +409,16 @@ def test_what_only_takes_long_is_left_alone(runs: dict[str, Run], backend: str) 
     run = runs[f"slow on {backend}"]
     assert (run.code, run.out.count("through")) == (0, 2), run.err
     assert "progress" not in run.err
+
+
+def test_a_rank_that_compiles_is_no_hang(runs: dict[str, Run]) -> None:
+    """It takes longer than a rank that works may take otherwise."""
+    run = runs["compiles"]
+    assert (run.code, run.out.count("through")) == (0, 2), run.err
+    [line] = [line for line in run.err.splitlines() if "compiles" in line]
+    assert re.fullmatch(r"phalanx: rank 1 compiles \(\d s\); the others have their cache", line)
+    assert "no rank has made progress" not in run.err
+    assert "the ranks made progress again after" in run.err
 
 
 def test_ranks_that_go_on(runs: dict[str, Run]) -> None:

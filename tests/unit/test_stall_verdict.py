@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx import messages
+from phalanx.devices.gpu_state import GpuState
 from phalanx.events import ThreadDeath
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
@@ -120,6 +121,9 @@ def test_a_rank_sleeps() -> None:
     [
         ([line("x += 1")], {"state": "R", "cpu": 0.98}, "computes at 98 % CPU in load at data.py:40: x += 1"),
         ([line("input()")], {}, "waits for input in load at data.py:40: input()"),
+        ([line("sync()")], {"state": "D", "waits_in": "os_acquire_rwlock_read"}, "waits in NVIDIA's driver, in the"),
+        ([line("sync()")], {"state": "D", "waits_in": "nvidia_ioctl"}, "waits in NVIDIA's driver, in the kernel"),
+        ([line("sync()")], {"state": "D", "waits_in": "folio_wait_bit"}, "waits for a disk or a network file system"),
         ([line("fcntl.flock(f, LOCK_EX)")], {}, "waits for a lock on a file in load at data.py:40: fcntl.flock(f"),
         (
             [line("prepare()")],
@@ -159,6 +163,53 @@ def test_a_rank_sleeps() -> None:
 def test_what_the_missing_rank_does(lines: list[CodeLine], vitals: dict, text: str) -> None:
     found = with_others(laggard(lines=lines, vitals=vitals))[0]
     assert found.startswith(f"rank 1 is missing: it {text}")
+
+
+def on_gpu(state: str, watts: float | None = None, utilization: int = 100) -> dict[str, Any]:
+    """What is known of a rank on a GPU, and of the GPU, if its driver says anything."""
+    gpu = GpuState(0, "H100", memory_used=60 << 30, memory_total=80 << 30, utilization=utilization, power=watts)
+    found = messages.replace(gpu, power_limit=700.0, temperature=41)
+    return {"page": {"device": state}, "gpu": None if watts is None else found}
+
+
+def test_a_device_is_busy_or_its_rank_is_missing_on_the_host() -> None:
+    """The host of rank 1 has called collective 812 already, and waits for its device in the same line as the others."""
+    ready = [waiter(number, **on_gpu("waits")) for number in (0, 2, 3)]
+    late = waiter(1, **on_gpu("busy", 120.0, utilization=0))
+    hang = find_hang([*ready, late])
+    assert (hang.kind, hang.culprits) == ("missing", (1,))
+    lines = told([*ready, late])
+    assert "rank 1 is missing: it waits for its device, which has not finished its own work in step" in lines[2]
+    assert lines[3].endswith("CPU 0 %, H100: 60.0 of 80.0 GiB, 0 % busy, 120 of 700 W, 41 °C")
+    # A rank that is elsewhere on its host comes first: a busy device may be one that waits for it.
+    away = laggard(2, lines=[SLEEP], **on_gpu("idle"))
+    assert find_hang([ready[0], late, away, ready[2]]).culprits == (2,)
+    # On devices of which only the clock knows: without a collective in any page.
+    quiet = [rank(number, **on_gpu(state)) for number, state in enumerate(("waits", "idle", "waits", "waits"))]
+    assert (find_hang(quiet).kind, find_hang(quiet).culprits) == ("missing", (1,))
+    assert find_hang([quiet[0], *quiet[2:]]).kind == "together"
+    assert find_hang([rank(number, **on_gpu("busy")) for number in range(4)]).kind == "nobody"
+
+
+def test_what_the_power_of_a_gpu_tells() -> None:
+    """Busy all the time at little power: a kernel of NCCL, which waits. At full power it computes."""
+    spinning, computing = (waiter(1, **on_gpu("busy", watts)) for watts in (120.0, 640.0))
+    assert (spinning.device, computing.device) == ("waits", "computes")
+    assert spinning.waits_in is not None
+    assert computing.waits_in is None
+    assert "busy at little power: it waits in NCCL" in str(spinning.gpu)
+    ready = [waiter(number, **on_gpu("waits")) for number in (0, 2, 3)]
+    for late, limit in ((waiter(1, **on_gpu("busy")), 120.0), (computing, 120.0), (spinning, 30.0)):
+        assert stall_threshold([observation_of(one) for one in (*ready, late)], 30.0) == limit
+    alone = [rank(number, **on_gpu("busy", 640.0)) for number in range(2)]
+    assert stall_threshold([observation_of(one) for one in alone], 30.0) is None
+    assert stall_threshold([observation_of(rank(number, **on_gpu("busy"))) for number in range(2)], 30.0) == 120.0
+
+
+def test_a_host_that_spins_for_its_device_does_not_work() -> None:
+    busy = {"vitals": {"state": "R", "cpu": 1.0, "wants_cpu": True}}
+    assert not observation_of(rank(0, **busy, **on_gpu("waits"))).works
+    assert observation_of(rank(0, **busy, **on_gpu("idle"))).works
 
 
 def test_a_rank_is_stopped_and_its_page_is_old() -> None:
@@ -632,6 +683,42 @@ def test_a_chart_of_a_process_and_its_child() -> None:
         child.wait()
     chart.look([os.getpid()], now=103.0)
     assert chart.vitals(child.pid) is None
+
+
+SPINS = """
+import threading, time
+def spin():
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+time.sleep(100)
+"""
+
+
+def test_threads_of_nccl_do_not_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They spin while the rank waits; and a rank that sleeps in the GPU's driver does not wait for a disk."""
+    child = subprocess.Popen([sys.executable, "-c", SPINS])
+    try:
+        chart, started = ProcSampler(window=100.0), time.monotonic()
+        while True:
+            chart.look([child.pid], time.monotonic())
+            found, on_gpu = (chart.vitals(child.pid, is_on_gpu=is_on_gpu) for is_on_gpu in (False, True))
+            if found is not None and on_gpu is not None and found.cpu > 4 * on_gpu.cpu and chart.span > 0.2:
+                break  # how much of a core the thread gets depends on the machine
+            assert time.monotonic() < started + 20
+            time.sleep(0.05)
+        for reading in (readings := chart._readings[child.pid]):
+            vars(reading.facts)["state"] = "D"
+        assert readings
+        monkeypatch.setattr(procfs, "wchan", lambda pid: "nvidia_ioctl")
+        assert (stuck := chart.vitals(child.pid, is_on_gpu=True)) is not None
+        assert not stuck.waits_for_disk
+        monkeypatch.setattr(procfs, "wchan", lambda pid: "folio_wait_bit")
+        assert (slow := chart.vitals(child.pid, is_on_gpu=True)) is not None
+        assert slow.waits_for_disk
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_stack_ends_with_the_script() -> None:

@@ -58,6 +58,18 @@ class GpuState(Record, frozen=True):
             return False
         return self.utilization >= 95 and self.power < _IDLE_POWER * self.power_limit
 
+    def __str__(self) -> str:
+        """Returns ``NVIDIA H100: 60.0 of 80.0 GiB, 100 % busy, 640 of 700 W, 41 °C``: what is known."""
+        known = (
+            (self.memory_used, f"{(self.memory_used or 0) / 2**30:.1f} of {(self.memory_total or 0) / 2**30:.1f} GiB"),
+            (self.utilization, f"{self.utilization} % busy"),
+            (self.power, f"{self.power or 0:.0f} of {self.power_limit or 0:.0f} W"),
+            (self.temperature, f"{self.temperature} °C"),
+            (self.throttled_by or None, f"slowed down by {' and '.join(self.throttled_by)}"),
+            (self.is_spinning or None, "busy at little power: it waits in NCCL"),
+        )
+        return f"{self.name}: {', '.join(text for value, text in known if value is not None)}"
+
 
 class _Memory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
@@ -87,6 +99,11 @@ def read(names: Sequence[str] | None = None, library: str = _LIBRARY, limit: flo
     thread.start()
     thread.join(limit)
     return [] if thread.is_alive() else found
+
+
+def by_process() -> dict[int, GpuState]:
+    """The GPU of each process that computes on one. In a container, the driver may not tell of the processes."""
+    return {pid: state for state in read() for pid, _ in state.processes}
 
 
 def _read(names: Sequence[str] | None, library: str) -> list[GpuState]:

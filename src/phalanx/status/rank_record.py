@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from phalanx.devices.gpu_state import GpuState
 from phalanx.events import ErrorRecord, ThreadDeath
 from phalanx.messages import Count, ExitCode, Name, Pid, Rank, Record, Seconds, Text
 from phalanx.status import stack_parser
@@ -23,7 +24,7 @@ class Vitals(Record, frozen=True):
     state: Name
     """R runs, S sleeps, D waits for a disk, T is stopped, t is held by a debugger, Z has ended."""
     cpu: float = 0.0
-    """Cores in use by all its threads: 1.0 is one."""
+    """Cores in use by all its threads, or by the main thread of a rank on a GPU: 1.0 is one."""
     bytes_moved: float = 0.0
     """Bytes per second, read and written: files, pipes, connections."""
     faults: float = 0.0
@@ -80,13 +81,28 @@ class RankRecord(Record, frozen=True):
     """The last thread that has died."""
     unreachable: Text = ""
     """The reason why the store that it connects to cannot be reached from its node."""
+    gpu: GpuState | None = None
+
+    @property
+    def device(self) -> str:
+        """The state of its accelerator, one of layout.DEVICE_STATES, or "computes" if its driver reports that."""
+        state = self.status.device if self.status else ""
+        if state in ("", "idle") or self.gpu is None or self.gpu.utilization is None:
+            return state
+        if self.gpu.is_spinning:
+            return "waits"
+        return "computes" if state != "waits" and self.gpu.utilization >= 95 else state
 
     @property
     def waits_in(self) -> Collective | None:
         """The collective that it has called and that has not ended. A stopped rank waits for no other."""
-        if self.status is None or self.vitals is None or self.vitals.state in "Tt":
+        page = self.status
+        if page is None or self.vitals is None or self.vitals.state in "Tt" or self.device == "computes":
             return None
-        return self.status.open_collective or _unnamed(self.status)
+        found = page.open_collective or _unnamed(page)
+        if found is None and self.device == "waits":
+            return Collective("", 0, UNNAMED, "", 0, None, "running", page.since, None, None, None)
+        return found
 
     def asked(self, group: str) -> list[Collective]:
         """Returns its last collectives of a group, oldest first. A group that is created again counts from 0 again."""

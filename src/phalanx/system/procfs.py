@@ -51,6 +51,8 @@ class ProcessFacts(Stat):
     """Seconds in which its first thread could have run, but had no core."""
     moved: int
     """Bytes that it has read and written, from wherever."""
+    main_cpu: float = 0.0
+    """Seconds of its first thread alone."""
 
 
 # ---- one process
@@ -84,11 +86,13 @@ def facts(pid: int) -> ProcessFacts | None:
         return None
     queue = _text(f"{PROC}/{pid}/schedstat").split()
     traffic = _fields(f"{PROC}/{pid}/io")
+    main = stat(f"{pid}/task/{pid}")
     return ProcessFacts(
         **vars(found),
         swapped=int(status(pid).get("VmSwap", "0").split()[0]) << 10,
         queued=int(queue[1]) / 1e9 if len(queue) == 3 else 0.0,
         moved=int(traffic.get("rchar", 0)) + int(traffic.get("wchar", 0)),
+        main_cpu=main.cpu if main is not None else 0.0,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.status.rank_record import MESSAGES, RankRecord
+from phalanx.status.rank_record import MESSAGES, UNNAMED, RankRecord
 from phalanx.status.reading import CodeLine, Collective
 from phalanx.watchdog.stall.rank_activity import RankActivity, rank_activity
 
@@ -79,8 +79,7 @@ def _where(what: RankActivity) -> tuple[object, ...]:
 
 def find_hang(records: Sequence[RankRecord]) -> Hang:
     """Returns the state of a run in which no rank has made progress for a while."""
-    waiters = [record for record in records if record.waits_in]
-    others = [record for record in records if not record.waits_in]
+    waiters, others = _sides(records)
     missing = _missing(waiters, records)
     absent = [record for record in others if record.rank in missing]
     differ = _difference(records)
@@ -105,6 +104,18 @@ def find_hang(records: Sequence[RankRecord]) -> Hang:
         differ=differ,
         unreachable=tuple(_unreachable(records)),
     )
+
+
+def _sides(records: Sequence[RankRecord]) -> tuple[list[RankRecord], list[RankRecord]]:
+    """Returns the ranks that wait for others, and those that they wait for, if only because of a busy device. But as
+    long as a rank does something else on its host, a busy device may just wait for that rank."""
+    waiters = [record for record in records if record.waits_in]
+    others = [record for record in records if not record.waits_in]
+    on_host = [record for record in others if record.device != "busy"]
+    waiting = [record for record in waiters if record.device != "busy"]
+    if on_host or not waiting:
+        return waiters, on_host or others
+    return waiting, [record for record in records if record not in waiting]
 
 
 def _unreachable(records: Sequence[RankRecord]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -148,6 +159,8 @@ def _has_come(record: RankRecord, waits: Collective) -> bool:
     page = record.status
     if page is None or record.exit_code is not None:
         return False
+    if waits.op == UNNAMED and not waits.group:  # on the device, where it has no number
+        return record.waits_in is not None
     if waits.op == "init_process_group":
         return record.has_joined or any(one.op == waits.op for one in page.collectives)
     asked = [one.number for one in record.asked(waits.group)]

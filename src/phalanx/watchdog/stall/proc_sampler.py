@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from phalanx.status.rank_record import Vitals
 from phalanx.system import procfs, tcp_bytes
 from phalanx.system.procfs import ProcessFacts
+from phalanx.watchdog.stall.rank_activity import GPU_DRIVER
 
 
 @dataclass(frozen=True)
@@ -59,25 +60,25 @@ class ProcSampler:
         """Seconds between the first sample and the last."""
         return max((readings[-1].at - readings[0].at for readings in self._readings.values()), default=0.0)
 
-    def vitals(self, pid: int) -> Vitals | None:
+    def vitals(self, pid: int, is_on_gpu: bool = False) -> Vitals | None:
         """Returns the rates of a process; None when it has ended, or was never sampled."""
         readings = self._readings.get(pid)
         if not readings or readings[-1].facts.state in "ZX":
             return None
         first, last = readings[0], readings[-1]
         seconds = max(last.at - first.at, 1e-3)
-        waits_in = procfs.wchan(pid)
+        waits_in, cpu = procfs.wchan(pid), "main_cpu" if is_on_gpu else "cpu"  # NCCL's own threads spin
         return Vitals(
             pid=pid,
             state=last.facts.state,
-            cpu=(last.facts.cpu - first.facts.cpu) / seconds,
+            cpu=(getattr(last.facts, cpu) - getattr(first.facts, cpu)) / seconds,
             bytes_moved=(last.moved - first.moved) / seconds,
             faults=(last.facts.faults - first.facts.faults) / seconds,
             swapped=last.facts.swapped,
             resident=last.facts.resident,
             waits_in=waits_in,
             lock_holder=_lock_holder(pid, waits_in),
-            waits_for_disk=_is_mostly("D", readings),
+            waits_for_disk=_is_mostly("D", readings) and not waits_in.startswith(GPU_DRIVER),
             wants_cpu=_is_mostly("R", readings),
         )
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from phalanx import messages
+from phalanx.devices import gpu_state
 from phalanx.status import layout, reading
 from phalanx.status.rank_record import Child, RankRecord, WatchedRank
 from phalanx.system import procfs
@@ -32,6 +34,7 @@ class ProgressMonitor:
         """Ranks that have made progress since the look before; the exact time is not known yet."""
         self._looked_at = 0.0
         self._host = socket.gethostname()
+        self._has_driver = True
 
     def is_due(self, now: float) -> bool:
         return now >= self._looked_at + self._every
@@ -56,6 +59,9 @@ class ProgressMonitor:
             self._sampler.clear()
         elif self.quiet(now) >= self._stall_after / 2:
             self._sampler.look([pid for rank in ranks.values() if (pid := _living(rank)) is not None], now)
+            for path in (layout.status_path(self._directory, rank) for rank in ranks):
+                if (page := reading.read(path)) is not None and page.device:
+                    reading.ask(path, 0.0)  # what its device does is read at the next look
         return bool(moved)
 
     def _has_moved(self, rank: int, watched: WatchedRank) -> bool:
@@ -85,18 +91,23 @@ class ProgressMonitor:
         return self._sampler.span >= self._stall_after / 4
 
     def records(self, ranks: Mapping[int, WatchedRank], now: float) -> list[RankRecord]:
-        """Returns what is known of each rank without asking it."""
-        return [self._record(number, rank, now) for number, rank in sorted(ranks.items())]
+        """Returns what is known of each rank without waiting for an answer."""
+        records = [self._record(number, rank, now) for number, rank in sorted(ranks.items())]
+        if not self._has_driver or not any(record.device for record in records):
+            return records
+        gpus = gpu_state.by_process()
+        self._has_driver = bool(gpus)  # one that has not answered may hang
+        return [messages.replace(one, gpu=gpus.get(one.vitals.pid if one.vitals else -1)) for one in records]
 
     def _record(self, number: int, rank: WatchedRank, now: float) -> RankRecord:
-        pid, exited = _living(rank), rank.exited
+        pid, exited, page = _living(rank), rank.exited, reading.read(layout.status_path(self._directory, number))
         below = [self._sampler.vitals(child) for child in self._sampler.families.get(pid or 0, ())]
         return RankRecord(
             number,
             self._host,
-            status=reading.read(layout.status_path(self._directory, number)),
+            status=page,
             quiet=now - self._moved_at.get(number, now),
-            vitals=None if pid is None else self._sampler.vitals(pid),
+            vitals=None if pid is None else self._sampler.vitals(pid, is_on_gpu=page is not None and page.device != ""),
             children=tuple(Child(one, procfs.command(one.pid)) for one in below if one is not None),
             exit_code=None if exited is None else exited.exit_code or -(exited.signal or 0),
             thread_death=rank.thread_death,

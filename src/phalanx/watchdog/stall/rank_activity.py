@@ -15,6 +15,9 @@ _SWAPPED = 16 << 20
 _FAULTS = 20.0
 _LOADER = ("torch/utils/data/dataloader.py",)
 
+GPU_DRIVER = ("nv", "uvm", "os_acquire")
+"""The beginnings of the names of functions in NVIDIA's kernel modules."""
+
 # By the kernel function that it sleeps in, by the files of the innermost lines, or by the text of the user's line.
 _BY_KERNEL = (
     ("sleeps", ("hrtimer_nanosleep", "do_nanosleep", "common_nsleep")),
@@ -22,6 +25,7 @@ _BY_KERNEL = (
     ("input", ("tty_read", "n_tty_read")),
     ("network", ("inet_csk_", "sk_wait_", "tcp_", "unix_stream_", "wait_woken")),
     ("file lock", ("locks_lock_", "flock_lock_", "posix_lock_", "fcntl_setlk")),
+    ("driver", GPU_DRIVER),
 )
 _BY_FILE = (
     ("child", ("/subprocess.py", "/multiprocessing/popen_fork.py", "/multiprocessing/process.py")),
@@ -51,8 +55,8 @@ class RankActivity:
     """The activity of one rank."""
 
     kind: str
-    """ended, finished, stopped, traced, swapped, loader, computes, disk, sleeps, child, input, lock, native lock,
-    file lock, sqlite, store, queue, network, idle or unknown"""
+    """ended, finished, stopped, traced, swapped, device, loader, computes, disk, driver, sleeps, child,
+    input, lock, native lock, file lock, sqlite, store, queue, network, idle or unknown"""
     line: CodeLine | None = None
     """The innermost line of the user's code."""
     helper: Child | None = None
@@ -73,6 +77,7 @@ def rank_activity(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Ran
     line = main.shown if main else None
     left = next(filter(None, (has_left(record, other) for other in waiting)), None)
     kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
+    kind = kind or ("device" if record.device in ("busy", "computes") else None)
     if kind is not None:
         if kind == "finished":
             handler = _at_exit(main)

@@ -21,7 +21,7 @@ from phalanx.watchdog.stall.classify import Hang, find_hang
 from phalanx.watchdog.stall.dump_file import dump_lines
 from phalanx.watchdog.stall.progress import ProgressMonitor
 from phalanx.watchdog.stall.snapshot import SnapshotCollector
-from phalanx.watchdog.stall.stall_text import go_on, headline, verdict_lines
+from phalanx.watchdog.stall.stall_text import go_on, headline, those, verdict_lines
 from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
 _AGAIN = 10
@@ -122,6 +122,8 @@ class StallDetector:
         if self._is_due(own, others):
             self._collect(records, own, now)
             self._judge((own, *others))
+        else:
+            self._tell_who_compiles([sighting for one in (own, *others) for sighting in one.sightings], quiet)
 
     # ---- is it one?
 
@@ -133,6 +135,14 @@ class StallDetector:
             [sighting for one in (own, *others) for sighting in one.sightings], self._terms.stall_after
         )
         return limit is not None and quiet >= limit
+
+    def _tell_who_compiles(self, sightings: Sequence[Observation], quiet: float) -> None:
+        """Announces once that others wait for ranks that compile: that is no stall."""
+        ranks = [one.rank for one in sightings if one.phase == "compile" and not one.waits_in]
+        if ranks and any(one.waits_in for one in sightings) and self._exchange.is_judge and self._announced is None:
+            self._announced = Announced(tuple(ranks), quiet)
+            line = f"{those(ranks)} compile{'s' * (len(ranks) == 1)} ({quiet:.0f} s); the others have their cache"
+            self._exchange.announce(StallVerdict((line,)))
 
     def _end_stall(self) -> None:
         """Announces the end of a stall, if there was one: a rank makes progress."""

@@ -24,6 +24,8 @@ _DOES = {
     "queue": "waits for another process",
     "network": "waits for the network",
     "disk": "waits for a disk or a network file system",
+    "driver": "waits in NVIDIA's driver, in the kernel",
+    "device": "waits for its device, which has not finished its own work",
     "idle": "does nothing",
     "loader": "waits for its data loader",
     "finished": "has finished its script",
@@ -239,6 +241,8 @@ def _evidence(record: RankRecord) -> list[str]:
         facts.append(f"CPU {vitals.cpu * 100:.0f} %")
         if vitals.moves:
             facts.append(f"moves {vitals.bytes_moved / 1e6:.1f} MB/s")
+    if record.gpu is not None:
+        facts.append(str(record.gpu))
     return facts
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from phalanx.messages import Rank, Record
 from phalanx.status.rank_record import RankRecord
 
+_RUNS = ("busy", "waits", "computes")
 WHILE_WORKING = 4
 WHILE_STARTING = 10
 """Before the first step of any rank: compiling, downloading, warm-up."""
@@ -31,6 +32,8 @@ class Observation(Record, frozen=True):
     """True if it, or a process that it has started, computes, reads or writes."""
     moves: bool = False
     """True if it reads or writes."""
+    device_runs: bool = False
+    """True if its device has not come to the end of its own work: it computes, or it is stuck."""
     is_stopped: bool = False
     has_ended: bool = False
     """True if its script has ended."""
@@ -47,8 +50,10 @@ def observation_of(record: RankRecord) -> Observation:
         has_joined=record.has_joined,
         has_stepped=page is not None and (page.updates > 0 or page.step > 0),
         phase=page.phase if page else "started",
-        works=any(one.works for one in everything),
+        # A host that waits for its device may spin: then only the device's driver knows.
+        works=any(one.works for one in everything) if record.device not in _RUNS else record.device == "computes",
         moves=any(one.moves for one in everything),
+        device_runs=record.device == "busy",
         is_stopped=record.vitals is not None and record.vitals.state in "Tt",
         has_ended=record.exit_code is not None or (page is not None and page.phase == "done"),
         is_gone=record.exit_code is not None,
@@ -61,9 +66,9 @@ def stall_threshold(sightings: Sequence[Observation], stall_after: float) -> flo
     others = [one for one in sightings if not one.waits_in]
     if len(sightings) < 2 or not any(one.has_joined or one.waits_in for one in sightings):
         return None  # ranks that never join may sleep as long as they like
-    if any(one.phase == "checkpoint" and one.works for one in others):
+    if any(one.phase in ("checkpoint", "compile") and one.works for one in others):
         return None
-    working = [one for one in others if one.works and not one.has_ended]
+    working = [one for one in others if (one.works or one.device_runs) and not one.has_ended]
     if not waiting:
         return _threshold_without(others, stall_after)
     if working:
@@ -77,11 +82,14 @@ def _threshold_within(waiting: Sequence[Observation], stall_after: float) -> flo
     """The threshold if all ranks are in the same collective: none is missing, and it may be slow."""
     if any(one.moves for one in waiting):
         return None
-    return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else 1)
+    runs = any(one.device_runs for one in waiting)
+    return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else WHILE_WORKING if runs else 1)
 
 
 def _threshold_without(others: Sequence[Observation], stall_after: float) -> float | None:
     """The threshold if no rank waits for another."""
     if any(one.works for one in others) or all(one.is_gone for one in others):
         return None
+    if any(one.device_runs for one in others):
+        return stall_after * WHILE_WORKING
     return stall_after * (WHILE_ENDING if any(one.has_ended for one in others) else 1)
