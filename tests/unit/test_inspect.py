@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import cli, events, messages
+from phalanx.devices import gpu_state
 from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
 from phalanx.diagnose.rank_table import RankSample, Row, row
@@ -23,6 +25,7 @@ from phalanx.status.reading import CodeLine, Collective, Status
 from phalanx.status.stack_parser import Thread
 from phalanx.status.windows import Window
 from phalanx.system.procfs import ProcessFacts
+from tests.unit.test_devices import fake_nvml
 
 NOW = 1_000_000.0
 WAITS = Collective(
@@ -218,6 +221,32 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     report = ReportFile(exit_code=1, seconds=12.5, hang=HangRecord("a hang: rank 1 sleeps at train.py:3"))
     events.write_record(run_directory / events.REPORT_FILE, report)
     assert command(capsys, "--seconds", "0")[1].endswith("\na hang: rank 1 sleeps at train.py:3\n")
+
+
+def test_the_gpu_of_a_rank(
+    run_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process plays rank 0, on the first GPU; of rank 1 nothing is known, and the host's clock tells nothing."""
+    (tmp_path / "pid").write_text(str(os.getpid()))
+    monkeypatch.setenv("FAKE_NVML_PID", str(tmp_path / "pid"))
+    read = functools.partial(gpu_state.read, library=fake_nvml(tmp_path))
+    pages = [StatusPage(layout.status_path(run_directory, rank), rank, 2) for rank in range(2)]
+    pages[1]._words[2] = 2**22 + 1
+    monkeypatch.setattr(gpu_state, "read", lambda: pytest.fail("a run without an accelerator asks no driver"))
+    assert "H100" not in command(capsys, "--seconds", "0")[1]
+    monkeypatch.setattr(gpu_state, "read", read)
+    for page in pages:
+        page.enter(layout.FORWARD)
+        page.device_is(layout.UNKNOWN)
+    told = command(capsys, "--seconds", "0")[1].splitlines()
+    assert told[2].split()[4:8] == ["–", "–", "–", "–"]
+    assert told[-2] == (
+        "rank 0: Fake H100: 60.0 of 80.0 GiB, 100 % busy, 120 of 700 W, 40 °C, busy at little power: it waits in NCCL"
+    )
+    assert told[-1] == "the slowest rank is not known before all have made 20 steps (on GPUs, with DDP)"
+    pages[0].device_stepped(10, 1.0, 2.5, 0.5)
+    told = command(capsys, "--seconds", "0")[1].splitlines()
+    assert told[2].split()[5:11] == ["12", "%", "25", "%", "62", "%"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from phalanx import events, messages
 from phalanx.argparser import Parser
+from phalanx.devices import gpu_state
 from phalanx.diagnose import rank_table
 from phalanx.diagnose.rank_table import RankSample, Row, duration
 from phalanx.diagnose.run_directory import (
@@ -131,6 +132,9 @@ def inspect(directory: Path, seconds: float) -> View:
         time.sleep(between)
         after = _sample(directory, is_here)
         after |= _ask_for_collectives(directory, before, after)
+    if is_running and any(sample.status.device for sample in after.values()):
+        gpus = gpu_state.by_process()
+        after = {rank: dataclasses.replace(one, gpu=gpus.get(one.status.pid)) for rank, one in after.items()}
     rows = tuple(rank_table.row(before.get(rank, sample), sample) for rank, sample in sorted(after.items()))
     report = read_report(directory)
     ended_at = max((sample.status.since for sample in after.values()), default=0.0)
@@ -208,6 +212,7 @@ def lines(view: View) -> list[str]:
     """The view as text."""
     return [
         *(_headline(view), *rank_table.table(view.ranks), *rank_table.long_waits(view.ranks)),
+        *(f"rank {one.rank}: {one.gpu}" for one in view.ranks if one.gpu is not None),
         *(*_other_nodes(view), *_stacks(view), *filter(None, [view.conclusion])),
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.devices.gpu_state import GpuState
 from phalanx.source_lines import shorten_path
 from phalanx.status.layout import DATA, OWN, PHASES
 from phalanx.status.reading import Collective, Status
@@ -33,6 +34,7 @@ class RankSample:
     windows: tuple[Window, ...] = ()
     ended: str = ""
     """How it ended, if that is known: ``exit 1``, ``SIGKILL``."""
+    gpu: GpuState | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Row:
     """It made progress between the two samples."""
     is_stopped: bool = False
     """A signal such as SIGSTOP has stopped it."""
+    gpu: GpuState | None = None
 
     @property
     def call(self) -> str:
@@ -103,6 +106,7 @@ def row(before: RankSample, after: RankSample) -> Row:
         resident=process.resident if process else None,
         has_moved=first is not None and first.status.progress != status.progress,
         is_stopped=process is not None and process.state in "Tt",
+        gpu=after.gpu,
     )
 
 
@@ -124,6 +128,9 @@ def _shares(before: RankSample | None, after: RankSample) -> tuple[float | None,
 def _spent(sample: RankSample) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds in each phase of the loop, with the current one, and how many of these were spent waiting."""
     status = sample.status
+    if status.device:  # by the device's clock: without timed steps, nothing is known
+        own, wait, data = status.device_seconds
+        return {"data": data, "other": own + wait}, {"data": 0.0, "other": wait}
     spent = {phase: status.seconds.get(phase, 0.0) for phase in _LOOP}
     waited = {phase: status.blocked.get(phase, 0.0) for phase in _LOOP}
     if sample.process is not None and status.phase in spent:
@@ -192,7 +199,9 @@ def conclusion(rows: Sequence[Row], windows: Mapping[int, Sequence[Window]], sec
         return f"no rank has made progress within {seconds:g} s{_who_waits(living)}"
     found = straggler_detector.slowest(windows)
     if found is None:
-        return "" if len(rows) < 2 else "no rank can be called the slowest before all have made 20 steps"
+        return (
+            "" if len(rows) < 2 else "the slowest rank is not known before all have made 20 steps (on GPUs, with DDP)"
+        )
     rank, lag = found
     if lag.slower < _NOTICEABLE or lag.own - lag.usual < straggler_detector.NOTICEABLE / 10:
         return f"all ranks are about as fast: {straggler_detector.milliseconds(lag.usual)} of own work a step"

@@ -32,8 +32,7 @@ from phalanx.torch_compat import c10d, dynamo, flight_recorder
 _LOOK_EVERY = 0.1
 """Seconds. A look takes a quarter of a millisecond of the process."""
 _STUCK_SECONDS = 1.0
-_SECOND = f":{flight_recorder.NCCL}"
-"""Behind the name of a group that uses gloo too."""
+_SECOND = f":{flight_recorder.NCCL}"  # behind the name of a group that uses gloo too
 _BUFFER_SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 _DTYPES = (
     *("", "Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"),
@@ -138,10 +137,9 @@ class FlightReader:
         if clock is not None:
             clock.answer()
         if os.environ.get("TORCH_NCCL_ENABLE_TIMING", "0") in ("1", "true"):  # only then a started one waits for others
-            for entry in entries():
-                if entry["key"][0] == flight_recorder.NCCL and not entry["retired"]:
-                    self.page.device_is(layout.WAITS if entry["state"] == "started" else layout.BUSY)
-                    break
+            states = [entry["state"] for entry in entries() if entry["key"][0] == "nccl" and not entry["retired"]]
+            if states:
+                self.page.device_is(layout.WAITS if states[0] == "started" else layout.BUSY)
 
     def _write_progress(self, now: Progress) -> None:
         self.seen, self.changed_at = now, time.monotonic()

@@ -51,8 +51,7 @@ class ProcessFacts(Stat):
     """Seconds in which its first thread could have run, but had no core."""
     moved: int
     """Bytes that it has read and written, from wherever."""
-    main_cpu: float = 0.0
-    """Seconds of its first thread alone."""
+    main_cpu: float = 0.0  # of its first thread alone
 
 
 # ---- one process

@@ -46,9 +46,7 @@ INIT_LOGS = Name(
     "TORCH_LOGS has an effect in a forked worker only when it is set in the shell.",
 )
 CALLBACKS = Name(
-    "torch._dynamo:callback",
-    "The recorder notes the phase compile.",
-    "A rank that compiles for long while others wait for it looks like a hang.",
+    "torch._dynamo:callback", "The recorder notes the phase compile.", "A rank that compiles may look like a hang."
 )
 _F = TypeVar("_F", bound=Callable[..., object])
 

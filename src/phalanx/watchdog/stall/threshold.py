@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from phalanx.messages import Rank, Record
 from phalanx.status.rank_record import RankRecord
 
-_RUNS = ("busy", "waits", "computes")
+_RUNS = ("busy", "waits", "computes")  # while its device does, a host that waits for it may spin
 WHILE_WORKING = 4
 WHILE_STARTING = 10
 """Before the first step of any rank: compiling, downloading, warm-up."""
@@ -50,7 +50,6 @@ def observation_of(record: RankRecord) -> Observation:
         has_joined=record.has_joined,
         has_stepped=page is not None and (page.updates > 0 or page.step > 0),
         phase=page.phase if page else "started",
-        # A host that waits for its device may spin: then only the device's driver knows.
         works=any(one.works for one in everything) if record.device not in _RUNS else record.device == "computes",
         moves=any(one.moves for one in everything),
         device_runs=record.device == "busy",
