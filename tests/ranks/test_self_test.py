@@ -172,6 +172,13 @@ def test_a_run_that_fails_at_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert not found["ddp"].failed
 
 
+def test_a_run_that_is_killed_and_one_that_only_speaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    played(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert report(tmp_path)["start"].detail == "exit code -9"
+    played(monkeypatch, "print('phalanx: 2 ranks, logs in runs'); print('phalanx: cannot import torch'); sys.exit(2)")
+    assert report(tmp_path)["start"].detail == "phalanx: cannot import torch"
+
+
 def test_a_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     played(monkeypatch, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwrite('start')\ntime.sleep(60)")
     monkeypatch.setattr(command, "_LIMIT", 1.0)

@@ -115,8 +115,8 @@ def _run(directory: Path, ranks: str, names: list[str], shown: set[str], *flags:
             _show([result for result in combined(directory).values() if not result.failed], shown)
     finally:
         _stop(run)
-    text = output.decode(errors="replace").strip()
-    reason = next((line for line in text.splitlines() if " failed: " in line), text[-500:])
+    told = output.decode(errors="replace").strip().splitlines() or [f"exit code {run.returncode}"]
+    reason = next((line for line in told if " failed: " in line), told[-1])
     return _results(directory, names, reason if run.returncode != 0 else "")
 
 
