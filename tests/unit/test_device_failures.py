@@ -325,6 +325,7 @@ def test_who_else_uses_the_gpu_after_an_out_of_memory(tmp_path: Path) -> None:
         2, "H100", memory_used=39 * GIB, memory_total=40 * GIB, processes=((100, 39 * GIB), (101, GIB), (9, 2**64 - 1))
     )
     older = raised(0, 1.0, "torch.cuda.OutOfMemoryError", OLDER_OUT_OF_MEMORY)
+    assert told(older, tmp_path, gpu, others=[other])[0] == "its GPU 2, H100: 39.0 of 40.0 GiB"
     assert told(older, tmp_path, gpu, others=[other])[1] == "also in its memory: rank 1 of this run 1.0 GiB, pid 9"
     assert len(told(raised(0, 1.0, "ValueError", "x"), tmp_path, gpu)) == 1
 

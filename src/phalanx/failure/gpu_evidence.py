@@ -45,9 +45,8 @@ def _sentences(
     ending: Ending, states: Sequence[GpuState], xids: Sequence[Xid], ranks: Mapping[int, int], directory: Path
 ) -> Iterator[str]:
     gpu = next((state for state in states if ending.pid in dict(state.processes)), None)
-    if gpu is not None and gpu.memory_used is not None and gpu.memory_total is not None:
-        memory = f"{gpu.memory_used / 2**30:.1f} of {gpu.memory_total / 2**30:.1f} GiB in use"
-        yield f"its GPU {gpu.index}, {gpu.name}: {memory}"
+    if gpu is not None:
+        yield f"its GPU {gpu.index}, {gpu}"
     if ending.error is not None and _OUT_OF_MEMORY.match(ending.error.message):
         yield from _other_processes(ending.error.message, gpu, ending.pid, ranks)
     if gpu is not None and gpu.ecc_errors:
