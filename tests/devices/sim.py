@@ -398,7 +398,7 @@ def _resize(tensor: Tensor, size: Sequence[int], memory_format: object = None) -
 
 
 def _reshape(tensor: Tensor, size: Sequence[int], *_: object) -> Tensor:
-    """A view where the values allow it, and else a copy."""
+    """A view where the values allow it, and else a copy: contiguous() before it has done nothing."""
     size = torch.empty(tensor.size(), device="meta").view(size).size()  # without a -1
     result = _new(size, tensor.dtype, is_view=True)
     source, to = buffer(tensor), buffer(result)

@@ -200,6 +200,9 @@ def tensor() -> None:
     tree = {"a": [torch.ones(1), 2], "b": (torch.ones(1),)}
     doubled = pytree.tree_map_only(torch.Tensor, lambda each: each * 2, tree)
     assert doubled == {"a": [torch.full((1,), 2.0), 2], "b": (torch.full((1,), 2.0),)}
+    assert (
+        pytree.tree_map_where(lambda each: each == 2 or isinstance(each, tuple), repr, tree)["b"] == "(tensor([1.]),)"
+    )
     leaves, shape = pytree.tree_flatten(tree)
     assert len(leaves) == 3
     assert pytree.tree_unflatten(leaves, shape) == tree
