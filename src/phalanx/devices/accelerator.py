@@ -63,7 +63,8 @@ def choose(asked: torch.device | None, local_rank: int, world_size: int) -> torc
         return asked
     count = module(asked).device_count() if asked.type == here else 0
     if (asked.index or 0) >= count:
-        raise UsageError(f"device {asked} was asked for, but torch sees {count} GPU(s); use cpu, or free a GPU.")
+        how = "use cpu, free a GPU, or install a torch that is built for it"
+        raise UsageError(f"device {asked} was asked for, but torch sees {count} GPU(s); {how}.")
     if asked.type in _WITHOUT_INDEX:
         if world_size > 1:
             raise UsageError(f"device {asked.type} is for one process, and there are {world_size}; use cpu.")
