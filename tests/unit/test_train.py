@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import io
 import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx as px
 from phalanx import attempt
 from phalanx import world as worlds
+from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.status import own_page, reading
 from phalanx.status.page import StatusPage
@@ -180,6 +183,23 @@ def test_without_a_number_the_passes_are_counted() -> None:
     for _ in range(3):
         assert sum(1 for _ in px.track(loader, quiet=True)) == 2
     assert sampler.epochs == [3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+def test_only_plain_tensors_are_copied_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other layout has a kernel for record_stream."""
+    recorded: list[torch.Tensor] = []
+    queue = SimpleNamespace(wait_stream=lambda stream: None)
+    functions = SimpleNamespace(stream=lambda stream: contextlib.nullcontext(), current_stream=lambda device: queue)
+    monkeypatch.setattr(accelerator, "copy_stream", lambda device: queue)
+    monkeypatch.setattr(accelerator, "module", lambda device: functions)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor))
+    plain = torch.eye(2)
+    batch = [plain, plain.to_sparse(), plain.to_sparse_csr(), torch.nested.nested_tensor([plain], layout=torch.jagged)]
+    [got] = px.track([batch], device="meta", quiet=True)
+    assert [tensor.device.type for tensor in got] == ["meta"] * 4
+    assert len(recorded) == 1
+    assert recorded[0] is got[0]
 
 
 def test_track_takes_any_iterable_and_moves_its_tensors() -> None:

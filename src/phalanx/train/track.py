@@ -128,7 +128,8 @@ class _BatchCopy:
         return moved
 
     def _move(self, value: Any) -> object:
-        if self._stream is not None and isinstance(value, Tensor) and value.device.type == "cpu":
+        is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+        if self._stream is not None and is_plain and value.device.type == "cpu":
             with accelerator.module(self._device).stream(self._stream):
                 tensor = value.to(self._device, non_blocking=True)
             # The memory belongs to the copying stream, which must not reuse it while the kernels read it.
@@ -216,9 +217,8 @@ class _Reporter:
     def _show(self, line: ProgressLine, now: float) -> None:
         if self._progress.ended:
             self._exchange.await_ends()
-            line.finish(self._describe())
-        else:
-            line.show(self._describe())
+        show = line.finish if self._progress.ended else line.show
+        show(self._describe())
         self._show_at = now + (_LIVE_EVERY if line.is_live else _PLAIN_EVERY)
 
     def _describe(self) -> str:
