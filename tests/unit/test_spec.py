@@ -307,14 +307,19 @@ def test_a_rank_sees_only_its_part_of_a_gpu() -> None:
     ("interfaces", "is_asked", "setting"),
     [
         ("lo docker0 eth1 eth10", False, None),  # it begins with eth1 by itself, and may use eth10 beside it
+        ("lo eth1 br-6f3a", False, "=eth1"),  # NCCL would use the bridge, too: it leads to no other machine
+        ("lo eth1 eth10 tailscale0", False, "=eth1"),
         ("lo eth0 eth1", False, "=eth1"),
         ("lo eth0 eth1 ib0", False, None),  # InfiniBand is what NCCL should use
         ("lo eth1", True, "=eth1"),
     ],
 )
 def test_nccl_is_told_an_interface_only_if_it_would_take_another(
-    interfaces: str, is_asked: bool, setting: str | None, monkeypatch: pytest.MonkeyPatch
+    interfaces: str, is_asked: bool, setting: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    for name in ("eth0", "eth1", "eth10", "ib0"):
+        (tmp_path / name / "device").mkdir(parents=True)
+    monkeypatch.setattr(network, "_INTERFACES", tmp_path)
     monkeypatch.setattr(network, "interface_addresses", lambda: {name: ["10.0.0.1"] for name in interfaces.split()})
     route = network.Route("10.0.0.1", "10.0.0.2", "eth1", is_asked)
     spec = parse("--nnodes", "2", "--master-addr", "a", "x.py")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 
 from phalanx.errors import UsageError
 from phalanx.system.ports import interface_addresses, is_loopback
+
+_INTERFACES = Path("/sys/class/net")
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,12 @@ class Route:
     def settings(self) -> dict[str, str]:
         """Returns the variables by which gloo and NCCL take this interface.
 
-        NCCL gets none if it would begin with this one by itself, or with InfiniBand: beside the first it uses others.
-        Without ``=`` a name also means all those that begin with it.
+        NCCL gets none if it would begin with this one by itself and use only hardware beside it, or with InfiniBand.
+        A bridge or a tunnel may lead to no other node. Without ``=`` a name also means all those that begin with it.
         """
         names = [name for name, own in interface_addresses().items() if own and not name.startswith(("docker", "lo"))]
-        is_right = names[:1] == [self.interface] or any(name.startswith("ib") for name in names)
+        is_hardware = all((_INTERFACES / name / "device").exists() for name in names if name != self.interface)
+        is_right = (is_hardware and names[:1] == [self.interface]) or any(name.startswith("ib") for name in names)
         found = {"GLOO_SOCKET_IFNAME": self.interface}
         return found if is_right and not self.is_asked else {**found, "NCCL_SOCKET_IFNAME": f"={self.interface}"}
 
