@@ -105,8 +105,8 @@ class DeviceError(Record, frozen=True):
     """Another rank is the cause."""
     advice: Text = ""
     """How to find the line of an error that is noticed late."""
-    awaited: Text = ""
-    """The collective that did not end in time, such as ``all_reduce #3``."""
+    awaited: tuple[Text, Count] = "", 0
+    """The collective that did not end in time, such as ``all_reduce``, and its number in its group."""
     waited: Seconds = 0.0
     """The seconds that it was waited for."""
 
@@ -143,6 +143,8 @@ class Ending(Record, frozen=True):
     """The error of its device that ended it."""
     called: Frame | None = None
     """The line that called the collective in which it failed or was stopped, if it was in one."""
+    groups: tuple[tuple[Text, Count, Count], ...] = ()
+    """Its process groups, each with the numbers of the last collective that it has enqueued and completed."""
     memory: Count | None = None
     """The most bytes that it was seen to have in memory."""
     out_of_memory: OutOfMemory | None = None

@@ -12,8 +12,11 @@ from tests.unit.test_devices import fake_nvml
 JOIN = 'px.init(device="sim:0", backend="simccl", timeout={})'
 WITHOUT_RANK_1 = f"""
 import time
+from phalanx.status import own_page
 with {JOIN.format(1)} as world:
     x = torch.ones(4, device=world.device)
+    # torch records the collectives of nccl; those of simccl it does not know.
+    own_page.current().group("0", range(world.size), int(world.rank != 1), 0)
     if world.rank == 1:
         time.sleep(60)
     torch.distributed.all_reduce(x)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.system import procfs
 from phalanx.torch_compat import c10d
-from tests.unit.test_devices import DUPLICATE, KERNEL_LOG, REMOTE
+from tests.unit.test_devices import DUMP, DUPLICATE, KERNEL_LOG, REMOTE
 
 # The form of each is that of the public reports named beside it; the numbers and paths are made up.
 STACK = "".join(
@@ -138,17 +139,27 @@ def test_an_abort_by_nccls_watchdog_is_a_victim() -> None:
 
 def test_who_has_not_come_to_a_collective_is_the_cause() -> None:
     """No rank has failed by itself: those that gave up waiting have ended, and the last one was stopped then."""
-    waited = [messages.replace(ended(rank, WATCHDOG), time=1.0 + rank) for rank in (0, 1)]
-    here = Frame("/elsewhere/train.py", 9, "step", "all_reduce(x)")
-    waits = Ending(2, 102, 12.0, signal=signal.SIGTERM, asked=True, called=here)
-    missing = Ending(3, 103, 12.0, signal=signal.SIGTERM, asked=True)
+    groups = ("0", 9142, 9140), ("1", 9999, 9999)
+    waited = [messages.replace(ended(rank, WATCHDOG), time=1.0 + rank, groups=groups) for rank in (0, 1)]
+    waits = Ending(2, 102, 12.0, signal=signal.SIGTERM, asked=True, groups=groups)
+    missing = Ending(3, 103, 12.0, signal=signal.SIGTERM, asked=True, groups=(("1", 3, 3), ("0", 9140, 9140)))
     verdict = find_cause([*waited, waits, missing])
     assert (verdict.cause.rank, verdict.victims, verdict.cause.status) == (3, (0, 1, 2), 1)
     block = block_of(*waited, waits, missing)
     assert block[0] == "rank 3 failed: it has not come to all_gather_into_tensor #9141, for which rank 0 waited 600 s"
     assert "stopped by the launcher" in block[1]
-    # If all were in a collective, nobody can be named.
-    assert find_cause([*waited, waits]).cause.rank == 0
+    # torch may have ended it, too, and not the launcher.
+    dumped = messages.replace(
+        missing, signal=signal.SIGABRT, asked=False, time=0.5, device_error=ended(3, DUMP).device_error
+    )
+    assert find_cause([*waited, waits, dumped]).cause.rank == 3
+    # If nobody's page proves that it has not come, nobody can be named.
+    for others in ([waits], [waits, messages.replace(missing, groups=())]):
+        block = block_of(*waited, *others)
+        assert block[0] == "rank 0 failed: all_gather_into_tensor #9141 did not end within 600 s on all ranks"
+        assert block[2] == "  it is not known which rank has not come"
+    not_recorded = [messages.replace(one, groups=()) for one in waited]
+    assert find_cause([*not_recorded, waits, missing]).cause.rank == 0
 
 
 def test_a_verdict_on_a_stall_stands_when_the_watchdog_aborts(tmp_path: Path) -> None:
@@ -328,6 +339,34 @@ def test_who_else_uses_the_gpu_after_an_out_of_memory(tmp_path: Path) -> None:
     assert told(older, tmp_path, gpu, others=[other])[0] == "its GPU 2, H100: 39.0 of 40.0 GiB"
     assert told(older, tmp_path, gpu, others=[other])[1] == "also in its memory: rank 1 of this run 1.0 GiB, pid 9"
     assert len(told(raised(0, 1.0, "ValueError", "x"), tmp_path, gpu)) == 1
+
+
+def test_the_name_of_a_foreign_process_cannot_change_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "command", lambda pid: "/x/\x1b]0;owned\x07\x9b2J" + "a" * 999)
+    text = OUT_OF_MEMORY.format(101, os.getpid())
+    [line] = told(raised(0, 1.0, "torch.OutOfMemoryError", text), tmp_path)
+    assert line.isprintable()
+    assert f"pid {os.getpid()} (]0;owned2Jaa" in line
+    assert len(line) < 150
+    ending = messages.replace(ended(0, ILLEGAL), evidence=("its GPU \x1b[2Jis hot",))
+    assert all(map(str.isprintable, block_of(ending)))
+
+
+def test_errors_of_the_hardware_before_this_attempt_are_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(gpu_evidence, "recent_xids", lambda started, states: seen.append(started) or [])
+    nothing: Any = None
+    watchdogs = Watchdogs(LaunchSpec(Program("script", "train.py")), tmp_path, nothing, nothing, lambda: None)
+    before = time.time()
+    watchdogs.begin("runs/x", None)
+    record: Any = SimpleNamespace(started=before - 3600.0)  # of the run
+    judge = FailureJudge(tmp_path, None, record, watchdogs, SingleNode.__new__(SingleNode))
+    judge.add_evidence([ended(0, ILLEGAL)])
+    assert before <= seen[0] <= time.time()
 
 
 def test_errors_of_the_hardware_beside_a_rank(tmp_path: Path) -> None:

@@ -153,11 +153,31 @@ ncclRemoteError: A call failed possibly due to a network error or a remote proce
 Last error:
 NET/IB : Got completion from peer 10.0.0.7<42221> with error 12, opcode 0, len 0, vendor err 129
 """
+LINE = "[rank6]:[{} 21:51:54.112142364 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank 6] {}\n"
+DUMP = (
+    LINE.format("E703", "Observed flight recorder dump signal from another rank via TCPStore.")
+    + LINE.format(
+        "E703",
+        "Received a dump signal due to a collective timeout from  rank 7 and we will try our best to dump the debug "
+        "info. Last enqueued NCCL work: 56116, last completed NCCL work: 56116.This is most likely caused by …",
+    )
+    + LINE.format("E703", "ProcessGroupNCCL preparing to dump debug info. Include stack trace: 1")
+    + LINE.format(
+        "F703", "Terminating the process after attempting to dump debug info, due to collective timeout or exception."
+    )
+)  # the texts are those of torch's HeartbeatMonitor
+HANDLED = "skipping batch: CUDA error: out of memory (handled, retrying)\n"
 
 
 @pytest.mark.parametrize(
     ("text", "headline", "is_consequence"),
     [
+        (DUMP, "a collective timed out on rank 7", True),
+        (HANDLED + DUMP.replace(" rank 7", "this local rank"), "a collective timed out on this rank", True),
+        (TIMEOUT + DUMP, "all_reduce #1580 did not end within 600 s on all ranks", True),
+        (HANDLED + TIMEOUT, "all_reduce #1580 did not end within 600 s on all ranks", True),
+        (TIMEOUT + HANDLED, "all_reduce #1580 did not end within 600 s on all ranks", True),
+        (HANDLED + "CUDA error: no kernel image\n", "CUDA error: no kernel image", False),
         (TIMEOUT, "all_reduce #1580 did not end within 600 s on all ranks", True),
         (
             DEVICE_ASSERT,

@@ -315,7 +315,7 @@ def test_an_ending_survives_the_way_to_another_node() -> None:
         memory=GIB,
         out_of_memory=OutOfMemory(101, GIB, GIB, "/job"),
         shared_memory=SharedMemory(2, 1),
-        device_error=DeviceError("all_reduce #3 …", is_consequence=True, awaited="all_reduce #3", waited=600.0),
+        device_error=DeviceError("all_reduce #3 …", is_consequence=True, awaited=("all_reduce", 3), waited=600.0),
     )
     assert messages.decode(messages.encode(full), Ending, "here") == full
 

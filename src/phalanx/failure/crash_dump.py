@@ -22,8 +22,7 @@ def python_frames(report: str) -> tuple[Frame, ...]:
 
     If that is a thread of C++, which Python does not know, it is the stack of the main thread, which is printed last.
     """
-    _, _, current = report.partition("Current thread 0x")
-    current = current or report.rpartition("Thread 0x")[2]
+    current = report.partition("Current thread 0x")[2] or report.rpartition("Thread 0x")[2]
     frames = []
     for line in current.splitlines()[1:]:
         found = _PYTHON_LINE.match(line)
@@ -41,11 +40,8 @@ def without_dump(lines: Sequence[str]) -> tuple[str, ...]:
 
 def native_frames(report: str) -> tuple[NativeFrame, ...]:
     """Returns the C stack, if there is one."""
-    _, there, current = report.partition(_NATIVE)
-    if not there:
-        return ()
     frames = []
-    for line in current.splitlines()[1:]:
+    for line in report.partition(_NATIVE)[2].splitlines()[1:]:
         found = _NATIVE_LINE.match(line)
         if not found:
             break

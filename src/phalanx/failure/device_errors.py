@@ -16,6 +16,9 @@ _TIMEOUT = re.compile(
     r"Watchdog caught collective operation timeout: \w+\(SeqNum=(?P<number>\d+), OpType=(?P<op>\w+),"
     r".*?Timeout\(ms\)=(?P<limit>\d+)\)"
 )
+_DUMP = re.compile(r"Received a dump signal due to a collective timeout from\s+(?:this local|(?P<rank>rank \d+))")
+_FROM_CPP = re.compile(r"(?m)^(?=terminate called| *what\(\):|.*\[[EF][\d :.]*ProcessGroup\w+\.cpp:\d+\])")
+"""Where torch begins to say why it ends a process. What a script has printed before, it may have handled."""
 _DEVICE = re.compile(r"(?:Triton Error \[)?(?P<kind>CUDA|HIP|XPU|NPU|SIM)(?: error|\]): (?P<text>[^\n]+)")
 _LATE = re.compile(
     r"assert|illegal|misaligned|launch fail|launch timed out|ECC|program counter|stack error|unknown error"
@@ -24,7 +27,7 @@ _LATE = re.compile(
 _ASSERT = re.compile(r"(?P<file>[\w.]+\.(?:cu|cuh|hip)):(?P<line>\d+):.*?Assertion `(?P<check>.+?)` failed")
 _LAST_ERROR = re.compile(r"Last error:[ \t]*\n(?:\[rank\d+\]: )?(?P<text>[^\n]*\S)")
 _NCCL = re.compile(r"(?P<name>nccl[A-Z]\w+): (?P<text>[^\n]+)")
-_WHAT = re.compile(r"^\s*what\(\):\s+(?P<text>\S.*)", re.MULTILINE)
+_WHAT = re.compile(r"\s*what\(\):\s+(?P<text>\S.*)")
 _OWN_MESSAGE = re.compile(rf"{_DEVICE.pattern}|NCCL |\[(PG|Rank|\d)")
 """How the message of an exception begins that is about nothing else."""
 _NOISE = re.compile(
@@ -43,41 +46,40 @@ def is_noise(line: str) -> bool:
 
 
 def find(message: str | None, output: Sequence[str] = ()) -> DeviceError | None:
-    """The error of a device that ended a rank; None if it was of another kind.
-
-    Args:
-        message: that of the exception; None if the process was ended from C++.
-        output: the last lines that it printed.
-    """
-    if message is not None and not _OWN_MESSAGE.match(message):
-        return None
+    """The error of a device that ended a rank, after its exception or, if C++ ended it, its last lines of output."""
     printed = "\n".join(output)
-    text = printed if message is None else message
-    device = _DEVICE.search(text)
-    if device is not None:
+    if message is not None:
+        return _find(message, printed) if _OWN_MESSAGE.match(message) else None
+    for text in reversed(_FROM_CPP.split(printed)[1:]):
+        if found := _find(text, printed):
+            return found
+    if dump := _DUMP.search(printed):
+        return DeviceError(f"a collective timed out on {dump['rank'] or 'this rank'}", is_consequence=True)
+    starts = [match.start() for pattern in (_TIMEOUT, _DEVICE, _NCCL) for match in pattern.finditer(printed)]
+    return _find(printed[max(starts) :], printed) if starts else None
+
+
+def _find(text: str, printed: str) -> DeviceError | None:
+    if timeout := _TIMEOUT.search(text):
+        op, number = _OPS.get(timeout["op"], timeout["op"].strip("_").lower()), int(timeout["number"])
+        waited = int(timeout["limit"]) / 1000
+        headline = f"{op} #{number} did not end within {waited:g} s on all ranks"
+        return DeviceError(headline, True, "it is not known which rank has not come", (op, number), waited)
+    if device := _DEVICE.search(text):
         failed = _ASSERT.search(printed) if "assert" in device["text"] else None
         check = f" ({failed['file']}:{failed['line']}: {failed['check']})" if failed else ""
         return DeviceError(f"{device[0].rstrip('. ')}{check}", advice=_advice(device["kind"], device["text"]))
-    timeout = _TIMEOUT.search(text)
-    if timeout is not None:
-        awaited = f"{_OPS.get(timeout['op'], timeout['op'].strip('_').lower())} #{timeout['number']}"
-        waited = int(timeout["limit"]) / 1000
-        headline = f"{awaited} did not end within {waited:g} s on all ranks"
-        return DeviceError(headline, is_consequence=True, awaited=awaited, waited=waited)
-    kind = _NCCL.search(text)
-    if kind is not None:
+    if kind := _NCCL.search(text):
         last = _LAST_ERROR.search(text)
         reason = last["text"] if last is not None and not is_noise(last["text"]) else kind["text"]
         return DeviceError(f"{kind['name']}: {reason.strip()}", is_consequence=kind["name"] in _CONSEQUENCES)
-    what = _WHAT.search(printed) if message is None else None
+    what = _WHAT.match(text)
     return DeviceError(f"uncaught C++ exception: {what['text']}") if what is not None else None
 
 
 def _advice(kind: str, text: str) -> str:
-    if not _LATE.search(text):
-        return ""
     name, _, value = _SYNCHRONOUS.get(kind, "").partition("=")
-    if os.environ.get(name):  # then it was noticed at once
+    if not _LATE.search(text) or os.environ.get(name):  # then it was noticed at once
         return ""
     how = f"; run again with {name}={value} to find it" if name else ""
     return f"errors of a device are noticed late: the line may be another one{how}"

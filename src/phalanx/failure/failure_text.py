@@ -27,18 +27,15 @@ def failure_block(
     lines = _folded(f"rank {cause.rank} failed: {headline(cause)}", 3 if is_ours else 1)
     where = [f"rank {cause.rank} of {world_size}", f"host {host}", f"pid {cause.pid}"]
     is_crash = cause.signal is not None and cause.error is None
-    if cause.asked and is_crash:
-        where.append("stopped by the launcher")
-    else:
-        where.append(f"signal {cause.signal}" if is_crash else f"exit code {cause.status}")
+    how = f"signal {cause.signal}" if is_crash else f"exit code {cause.status}"
+    where.append("stopped by the launcher" if cause.asked and is_crash else how)
     where.append(f"{max(0.0, cause.time - started):.1f} s after the start")
     if attempts > 1:
         where.append(f"attempt {attempts}")
     lines += ["  " + ", ".join(where), *told]
     lines += [clip(f"  at {_place(frame)}") for frame in relevant_frames(cause)]
     lines += [clip(f"  in native code: {frame.symbol} of {frame.library}") for frame in _telling_native(cause)]
-    for frame, ranks in verdict.elsewhere[:_SIDES]:
-        lines.append(clip(f"  {_ranks(ranks)} at {_place(frame)}"))
+    lines += [clip(f"  {_ranks(ranks)} at {_place(frame)}") for frame, ranks in verdict.elsewhere[:_SIDES]]
     ending = []
     if verdict.left_early:
         ending.append(f"  {_ranks(verdict.left_early)} ended normally meanwhile: did the ranks run different steps?")
@@ -106,5 +103,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 def _folded(text: str, most: int) -> list[str]:
     """Wraps a text to at most so many lines; the last one is cut off if it is too long."""
     lines = textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    rest = [line.lstrip() for line in lines[most:]]
-    return [*map(clip, lines[: most - 1]), clip(" ".join([lines[most - 1], *rest]))] if rest else lines
+    if len(lines) > most:
+        lines[most - 1 :] = [" ".join([lines[most - 1], *map(str.lstrip, lines[most:])])]
+    return [*map(clip, lines)]

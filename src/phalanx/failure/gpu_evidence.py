@@ -20,7 +20,7 @@ from phalanx.system import in_bytes, procfs
 _OUT_OF_MEMORY = re.compile(r"\w+ out of memory\b")
 _OTHER_PROCESS = re.compile(r"Process (\d+) has ([\d.]+ \w+) memory in use")
 _NCCL_WARNING = re.compile(r"NCCL WARN (.*\S)")
-_MOST_BYTES, _MOST_WARNINGS = 1 << 16, 2
+_MOST_BYTES, _MOST_WARNINGS, _LONGEST_NAME = 1 << 16, 2, 40
 _NOT_KNOWN = 1 << 60
 """Bytes above this are the driver's way to say that it does not know."""
 _TRACED_BEFORE = 300.0
@@ -28,7 +28,7 @@ _TRACED_BEFORE = 300.0
 
 
 def recent_xids(started: float, states: Sequence[GpuState]) -> list[Xid]:
-    """What NVIDIA's driver has logged since the run started, if there is one."""
+    """What NVIDIA's driver has logged since the attempt started, if there is one."""
     return kernel_log.xids(time.time() - started) if states or procfs.nvidia_driver() else []
 
 
@@ -71,15 +71,16 @@ def _other_processes(message: str, gpu: GpuState | None, own: int, ranks: Mappin
 
 
 def _name(pid: int, ranks: Mapping[int, int]) -> str:
-    owner, command = procfs.owner(pid), procfs.command(pid).split()
     if pid in ranks:
         return f"rank {ranks[pid]} of this run"
+    user = owner = procfs.owner(pid)
     if owner is None:
         return f"pid {pid}"
-    user = str(owner)
     with contextlib.suppress(KeyError):  # a user id without a name
         user = pwd.getpwuid(owner).pw_name
-    return f"pid {pid} ({Path(command[0]).name if command else 'unknown'} of {user})"
+    command, *_ = procfs.command(pid).split() or ["unknown"]
+    name = "".join(filter(str.isprintable, Path(command).name))[:_LONGEST_NAME]  # its user has chosen it
+    return f"pid {pid} ({name} of {user})"
 
 
 def _written_by_nccl(ending: Ending, directory: Path) -> Iterator[str]:

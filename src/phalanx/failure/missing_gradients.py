@@ -9,11 +9,7 @@ _SHOWN = 8
 
 
 def missing_gradients(
-    message: str,
-    names: Sequence[str],
-    find_unused: bool,
-    wrapper: str = "data_parallel",
-    switch: str = "find_unused",
+    message: str, names: Sequence[str], find_unused: bool, wrapper: str = "data_parallel", switch: str = "find_unused"
 ) -> str | None:
     """Returns the text that replaces DDP's ``message``; None if that is about something else.
 
@@ -25,10 +21,8 @@ def missing_gradients(
     if "Expected to have finished reduction in the prior iteration" not in message:
         return None
     found = re.search(r"Parameter indices which did not receive grad for rank (\d+):((?: \d+)+)", message)
-    if found is None:
-        return None
-    indices = [int(index) for index in found[2].split()]
-    if max(indices) >= len(names):
+    indices = [int(index) for index in found[2].split()] if found else []
+    if found is None or max(indices) >= len(names):
         return None
     missing = [names[index] for index in indices]
     shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")

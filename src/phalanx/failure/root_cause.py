@@ -99,21 +99,22 @@ def find_cause(endings: Sequence[Ending]) -> Verdict:
     alike = tuple(sorted({*own_side, *same, *(ending.rank for ending in missing)} - {cause.rank}))
     not_victims = {cause.rank, *alike, *itertools.chain(*sides.values())}
     victims = tuple(sorted(ending.rank for ending in failures if ending.rank not in not_victims))
-    left_early = ()
-    if not causes:
-        left_early = tuple(ending.rank for ending in endings if not ending.failed and not ending.asked)
+    left_early = tuple(one.rank for one in endings if not (causes or one.failed or one.asked))
     elsewhere = tuple((frame, tuple(sorted(ranks))) for frame, ranks in sides.items() if frame is not None)
     return Verdict(cause, victims, alike, left_early, elsewhere)
 
 
 def _missing(timed_out: Sequence[Ending], endings: Sequence[Ending]) -> list[Ending]:
-    """Returns the ranks that others have waited for until they timed out: those stopped while in no collective."""
-    first = timed_out[0]
-    if first.device_error is None or any(not one.device_error or not one.device_error.awaited for one in timed_out):
-        return []
-    waited = f"for which rank {first.rank} waited {first.device_error.waited:g} s"
-    error = DeviceError(f"it has not come to {first.device_error.awaited}, {waited}")
-    return [messages.replace(one, device_error=error) for one in endings if one.asked and one.called is None]
+    """Returns the ranks that others waited for until they timed out: their pages prove it, and they wait for nobody."""
+    idle = [one for one in endings if one.error is None and all(last == done for _, last, done in one.groups)]
+    for waiter in timed_out:
+        error = waiter.device_error or DeviceError("")
+        op, number = error.awaited
+        groups = {name for name, last, done in waiter.groups if done < number <= last}
+        if missing := [one for one in idle if any(name in groups and last < number for name, last, _ in one.groups)]:
+            late = f"it has not come to {op} #{number}, for which rank {waiter.rank} waited {error.waited:g} s"
+            return [messages.replace(one, device_error=DeviceError(late)) for one in missing]
+    return []
 
 
 def _sides(cause: Ending, failures: Sequence[Ending]) -> dict[Frame | None, list[int]]:

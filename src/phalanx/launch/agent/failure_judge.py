@@ -42,7 +42,7 @@ class FailureJudge:
         """The same, with the progress of the ranks that failed, their collectives, and what is known of their GPUs."""
         endings = [self._with_call(ending) if ending.failed else ending for ending in endings]
         states = self._watchdogs.gpus or ()
-        xids = gpu_evidence.recent_xids(self._record.started, states)
+        xids = gpu_evidence.recent_xids(self._watchdogs.began, states)
         return gpu_evidence.add(endings, states, xids, self._directory)
 
     def _with_call(self, ending: Ending) -> Ending:
@@ -58,7 +58,8 @@ class FailureJudge:
         if page is None:
             return messages.replace(ending, called=called)
         progress = page.checkpoint, page.epoch, page.step
-        return messages.replace(ending, called=called, updates=page.updates, progress=progress)
+        groups = tuple((one.name, one.enqueued, one.completed or 0) for one in page.groups if one.enqueued is not None)
+        return messages.replace(ending, called=called, updates=page.updates, progress=progress, groups=groups)
 
     def why_stop(self, helper_loss: Sequence[str], signalled: int | None) -> str:
         """Why the ranks of this node are stopped, for the other nodes."""

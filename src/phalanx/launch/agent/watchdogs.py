@@ -58,7 +58,7 @@ class Watchdogs:
         ``place``: the run directory as it is printed; ``exchange``: with the other nodes, if there are any.
         """
         self.hang = self._stall = self.gpus = None
-        self._place, self._exchange = place, exchange
+        self._place, self._exchange, self.began = place, exchange, time.time()
         self._memory = MemoryWatchdog(self._counters)
         self._progress: tuple[PaceMonitor, PaceExchange, StallDetector] | None = None
         self._has_started = False
