@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from phalanx.devices import accelerator
-from phalanx.recorder import device_clock
+from phalanx.recorder import device_clock, phases
 from phalanx.recorder.device_clock import DeviceClock
-from phalanx.status import layout, reading
+from phalanx.status import layout, own_page, reading
 from phalanx.status.page import StatusPage
 from phalanx.status.windows import read_windows
 
@@ -34,9 +34,11 @@ class Queue:
 
             def record(self, stream: object) -> None:
                 assert stream is queue
+                assert not queue.is_capturing
                 queue.waiting.append(self)
 
             def query(self) -> bool:
+                assert not queue.is_capturing, "operation not permitted when stream is capturing"
                 if queue.fails:
                     raise RuntimeError("CUDA error: an illegal memory access was encountered")
                 return self.time is not None
@@ -120,13 +122,29 @@ def test_nothing_is_claimed_before_events_have_passed(queue: Queue, tmp_path: Pa
     for _ in range(30):
         step(clock)
     assert read_windows(tmp_path / "rank-0.status") == ()
-    queue.is_capturing = True
-    before = len(queue.waiting)
-    step(clock)
-    assert len(queue.waiting) == before
-    queue.is_capturing, queue.fails = False, True  # the script meets the error itself
+    queue.fails = True  # the script meets the error itself
     step(clock, fetching=0.1)
     clock.answer()
+
+
+def test_no_event_is_touched_while_a_graph_is_captured(queue: Queue, tmp_path: Path) -> None:
+    """On any thread: it would break the capture."""
+    clock = new_clock(tmp_path)
+    step(clock)
+    clock.answer()
+    queue.is_capturing = True
+    before = len(queue.waiting)
+    step(clock, fetching=0.1)
+    clock.answer()
+    assert len(queue.waiting) == before
+    queue.is_capturing = False
+    clock.answer()  # another thread cannot know yet
+    assert len(queue.waiting) == before
+    queue.run(1.0, 1.5, 1.5)
+    clock.fetched(0.1)  # a graph that is replayed calls no hook but this one
+    clock.answer()
+    assert len(queue.waiting) > 0
+    assert seconds(clock, tmp_path) == (1, (0.0, 0.5, 0.0))
 
 
 def test_what_the_device_does(queue: Queue, tmp_path: Path) -> None:
@@ -152,6 +170,25 @@ def test_what_the_device_does(queue: Queue, tmp_path: Path) -> None:
 
 def test_an_optimizer_on_the_cpu_has_none(tmp_path: Path) -> None:
     page = StatusPage(tmp_path / "rank-0.status")
-    optimizer: Any = SimpleNamespace(param_groups=[{"params": [torch.ones(1)]}])
-    assert device_clock.of_optimizer(optimizer, page) is None
+    weight = torch.nn.Parameter(torch.ones(1))
+    for groups in ([{"params": [weight]}], [{"params": []}, {"params": [weight]}], [{"params": []}]):
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        assert device_clock.of_optimizer(optimizer, page) is None
     assert device_clock.clock is None
+
+
+def test_a_hook_that_fails_does_not_reach_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks: list[Any] = []
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        monkeypatch.setattr(phases, name, hooks.append)
+    for name in (phases.dataloader.NEXT, phases.BACKWARD, phases.SAVE):
+        monkeypatch.setattr(name, "wrap", lambda make: None)
+    monkeypatch.setattr(own_page, "_when_begun", [])
+    phases.install()
+    monkeypatch.setattr(own_page, "current", SimpleNamespace)  # a page that has nothing
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+    for hook in hooks * 2:
+        assert hook(optimizer, (), {}) is None
+    assert capsys.readouterr().err.count("phalanx: what this rank does could not be recorded (AttributeError") == 2

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from phalanx import torch_compat
 from phalanx.devices import accelerator
-from phalanx.recorder import flight_reader, phases, waits
+from phalanx.recorder import device_clock, flight_reader, phases, waits
 from phalanx.recorder.around import around
 from phalanx.status import layout, own_page, reading
 from phalanx.status.page import StatusPage
@@ -104,7 +104,8 @@ def _with_two_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_with_page", "_with_two_backends")
-def test_groups_of_two_recorders_with_the_same_numbers(tmp_path: Path) -> None:
+def test_groups_of_two_recorders_with_the_same_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDevices(monkeypatch, torch.device("cuda", 0))
     reader = flight_reader.FlightReader(current_page())
     current_page()._words[layout.ASKED] += 1
     reader.look()
@@ -125,8 +126,9 @@ def test_groups_of_two_recorders_with_the_same_numbers(tmp_path: Path) -> None:
 class FakeDevices:
     """Counts what is asked of torch.cuda and of nccl's recorder, in order."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
         self.calls: list[str] = []
+        monkeypatch.setattr(device_clock, "device", device)
         monkeypatch.setattr(accelerator, "module", lambda device: self)
         dumps = flight_recorder.dumps()
         traced = [dump._replace(trace=functools.partial(self._trace, dump)) for dump in dumps]
@@ -144,15 +146,24 @@ class FakeDevices:
 @pytest.mark.usefixtures("_with_page", "_with_two_backends")
 def test_nccl_is_read_on_request_and_with_the_device_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a thread on another device, its events would create a context on the first GPU."""
-    devices = FakeDevices(monkeypatch)
-    reader = flight_reader.FlightReader(current_page(), device=torch.device("cuda", 3))
+    devices = FakeDevices(monkeypatch, torch.device("cpu"))
+    reader = flight_reader.FlightReader(current_page())
+    current_page()._words[layout.ASKED] += 1
     reader.look()
+    assert devices.calls == []  # as long as the device is not known
+    assert not current_page().is_asked(layout.ASKED)
+    loss: Any = SimpleNamespace(device=torch.device("cuda", 3))
+    around(phases._backward)(lambda _: None)(loss)  # the script has set it after its groups were made
     monkeypatch.setattr(flight_reader, "_STUCK_SECONDS", -1.0)
     reader.look()
     assert devices.calls == []  # neither for names nor because it has been in one for long
     current_page()._words[layout.ASKED] += 1
     reader.look()
     assert devices.calls == ["set_device cuda:3", "trace"]
+    monkeypatch.setattr(device_clock, "clock", SimpleNamespace(device=torch.device("cuda", 3), is_capturing=True))
+    current_page()._words[layout.ASKED] += 1
+    reader.look()
+    assert devices.calls[2:] == []  # its events would break the capture of a graph
 
 
 @pytest.mark.usefixtures("_with_page", "_with_two_backends")
@@ -168,9 +179,9 @@ def test_own_kernels_or_peers_where_nccl_notes_its_starts(
         monkeypatch.setenv("TORCH_NCCL_ENABLE_TIMING", timing)
     entries = [collective("nccl:all_reduce", 44, 99, retired=False, state=state)]
     monkeypatch.setattr(flight_recorder, "dumps", recorders({"0": (0, 0)}, {"0": (44, 43)}, traces=([], entries)))
-    FakeDevices(monkeypatch)
+    FakeDevices(monkeypatch, torch.device("cuda", 0))
     current_page()._words[layout.ASKED] += 1
-    flight_reader.FlightReader(current_page(), device=torch.device("cuda", 0)).look()
+    flight_reader.FlightReader(current_page()).look()
     page = reading.read(tmp_path / "rank-0.status")
     assert page is not None
     assert page.device == known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
@@ -13,6 +14,24 @@ from phalanx.status import own_page
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def never_raises(hook: Callable[P, None]) -> Callable[P, None]:
+    """Returns a hook whose errors do not reach its caller: training goes on without a record. The first is printed."""
+    has_complained = False
+
+    @functools.wraps(hook)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        nonlocal has_complained
+        try:
+            hook(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it is not the script's)
+            if not has_complained:
+                has_complained = True
+                what = f"{type(error).__name__}: {error}"
+                print(f"phalanx: what this rank does could not be recorded ({what}); trying again", file=sys.stderr)
+
+    return wrapped
 
 
 def around(note: Callable[..., AbstractContextManager[None] | None]) -> Callable[[Callable[P, T]], Callable[P, T]]:

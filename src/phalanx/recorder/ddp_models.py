@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import unserializable_hook
 
 from phalanx.recorder import device_clock
+from phalanx.recorder.around import never_raises
 from phalanx.status import own_page
 from phalanx.torch_compat import c10d
 from phalanx.torch_compat.nn import DDP_INIT, ENGINE
@@ -64,6 +65,7 @@ def _with_additions(
 
 
 @unserializable_hook  # without it, saving a whole model would warn of the hook
+@never_raises
 def _queue_block(_: Tensor) -> None:
     page = None if torch.compiler.is_compiling() else own_page.current()
     if page is not None and page.is_in_backward:

@@ -22,13 +22,14 @@ from phalanx.status.page import StatusPage
 _OWN, _WAIT, _DATA, _STEP = range(4)
 """What ends at a mark. The first three are indices of the seconds in the page."""
 clock: DeviceClock | None = None
+device = torch.device("cpu")  # of the loop, as far as it is known before there is a clock
 
 
 def of_optimizer(optimizer: torch.optim.Optimizer, page: StatusPage) -> DeviceClock | None:
     """Returns the clock of the device that an optimizer's parameters are on; None: they are on the CPU."""
     global clock
-    parameter = optimizer.param_groups[0]["params"][0]
-    if parameter.is_cpu:
+    parameter = next((one for group in optimizer.param_groups for one in group["params"]), None)
+    if parameter is None or parameter.is_cpu:
         return None
     if clock is None or clock.page is not page:
         clock = DeviceClock(page, parameter.device)
@@ -48,7 +49,7 @@ class DeviceClock:
         self._probe: Any = None
         """An event behind all that was in the queue when a reader last asked."""
         self._stream: Any = None
-        self._is_in_backward = self._has_backward = False
+        self._is_in_backward = self._has_backward = self.is_capturing = False
         self._lock = threading.Lock()
         page.device_is(layout.UNKNOWN)
         page.when_fetched = self.fetched
@@ -72,10 +73,15 @@ class DeviceClock:
             self._marks.append((_STEP, None, self.page.updates))
         self._read_passed()
 
+    def _captures(self) -> bool:
+        """Notes for all threads whether the loop captures a graph: the use of any event would break that."""
+        self.is_capturing = getattr(accelerator.module(self.device), "is_current_stream_capturing", bool)()
+        return self.is_capturing
+
     def _mark(self, ends: int, value: float = 0.0) -> bool:
         with contextlib.suppress(RuntimeError, AttributeError):  # or there are no events on this kind of device
-            functions = accelerator.module(self.device)
-            if not getattr(functions, "is_current_stream_capturing", bool)():
+            if not self._captures():
+                functions = accelerator.module(self.device)
                 self._stream, event = functions.current_stream(self.device), functions.Event(enable_timing=True)
                 event.record(self._stream)
                 self._marks.append((ends, event, value))
@@ -84,8 +90,12 @@ class DeviceClock:
 
     def _read_passed(self) -> None:
         with self._lock, contextlib.suppress(RuntimeError):
-            while self._marks and (self._marks[0][0] == _STEP or self._marks[0][1].query()):
-                self._take(*self._marks.popleft())
+            if not self._captures():
+                self._take_passed()
+
+    def _take_passed(self) -> None:
+        while self._marks and (self._marks[0][0] == _STEP or self._marks[0][1].query()):
+            self._take(*self._marks.popleft())
 
     def _take(self, ends: int, event: Any, value: float) -> None:
         if ends == _STEP:
@@ -100,10 +110,10 @@ class DeviceClock:
 
     def answer(self) -> None:
         """Writes what the device does. To be called on the recorder's thread, when its device is set."""
-        self._read_passed()
-        if self._stream is None:
+        if self._stream is None or self.is_capturing:
             return
-        with contextlib.suppress(RuntimeError):
+        with self._lock, contextlib.suppress(RuntimeError):
+            self._take_passed()
             is_idle = self._probe is not None and self._probe.query()
             if self._probe is None or is_idle:
                 self._probe = accelerator.module(self.device).Event()

@@ -7,24 +7,23 @@ Those of nccl only on request and when it fails: reading them asks the device fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
 from phalanx.devices import accelerator
 from phalanx.recorder import device_clock, phases
-from phalanx.recorder.around import around
+from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
 from phalanx.torch_compat import c10d, dynamo, flight_recorder
@@ -72,8 +71,7 @@ def begin() -> None:
     if page is not None and _reader is None:
         _reader = FlightReader(page)
         threading.Thread(target=_reader.run, name="phalanx-recorder", daemon=True).start()
-    if _reader is not None:
-        _reader.device = accelerator.current(None)
+    device_clock.device = accelerator.current(None)
 
 
 def _forget() -> None:
@@ -88,8 +86,6 @@ class FlightReader:
     page: StatusPage
     names: dict[Key, str | None] = field(default_factory=dict)
     """The names of the groups; None for a group that is not the script's."""
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it does not change)
-    """The current device of the thread that creates groups."""
     hears_compiler: bool = False
     seen: Progress = field(default_factory=dict)
     changed_at: float = 0.0
@@ -97,16 +93,10 @@ class FlightReader:
     """True if the collectives in the page are up to date."""
 
     def run(self) -> None:
-        has_complained = False
+        look = never_raises(self.look)  # without this thread, a rank that makes progress would seem to hang
         while True:
-            try:
-                if own_page.current() is self.page:
-                    self.look()
-            except Exception as error:  # noqa: BLE001 (without this thread, a rank that makes progress would seem to hang)
-                if not has_complained:
-                    has_complained = True
-                    what = f"{type(error).__name__}: {error}"
-                    print(f"phalanx: what this rank does could not be recorded ({what}); trying again", file=sys.stderr)
+            if own_page.current() is self.page:
+                look()
             time.sleep(_LOOK_EVERY)
 
     def look(self) -> None:
@@ -114,9 +104,7 @@ class FlightReader:
         now = group_progress()
         if now != self.seen:
             self._write_progress(now)
-        is_running = any(
-            enqueued > completed for number, (enqueued, completed) in now.items() if self.names.get(number)
-        )
+        is_running = any(enqueued > completed for key, (enqueued, completed) in now.items() if self.names.get(key))
         if self.page.is_asked(layout.STACKS_ASKED):
             own_page.write_stacks()
             self.page.answer(layout.STACKS_ASKED)
@@ -124,18 +112,25 @@ class FlightReader:
         if is_running and not self.is_written and time.monotonic() - self.changed_at > _STUCK_SECONDS:
             self.write_collectives(with_nccl=False)
         if self.page.is_asked(layout.ASKED):
-            self._write_device()
-            self.write_collectives()
+            can_ask = self._set_device()
+            self.write_collectives(with_nccl=can_ask)
+            if can_ask:
+                self._write_device()
             self.page.answer(layout.ASKED)
 
-    def _write_device(self) -> None:
-        """Writes what the device does, and makes it current in this thread: an event would else use the first GPU."""
+    def _set_device(self) -> bool:
+        """Makes the loop's device current in this thread: events would else use the first GPU. False: use no events."""
         clock = device_clock.clock
-        device = clock.device if clock is not None else self.device
-        if accelerator.serves(device):
-            accelerator.module(device).set_device(device)
-        if clock is not None:
-            clock.answer()
+        device = device_clock.device if clock is None else clock.device
+        if accelerator.serves(device) and not (clock is not None and clock.is_capturing):
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: the script will meet it too
+                accelerator.module(device).set_device(device)
+                return True
+        return False
+
+    def _write_device(self) -> None:
+        if device_clock.clock is not None:
+            device_clock.clock.answer()
         if os.environ.get("TORCH_NCCL_ENABLE_TIMING", "0") in ("1", "true"):  # only then a started one waits for others
             states = [entry["state"] for entry in entries() if entry["key"][0] == "nccl" and not entry["retired"]]
             if states:
@@ -188,14 +183,9 @@ class FlightReader:
 
     def _line(self, frames: Iterable[Entry]) -> tuple[str, int, str] | None:
         """Returns the innermost line of the user's; without one, the innermost line of a library."""
-        found = None
-        for frame in frames:
-            side = self.page.places.side(frame["filename"])
-            if side == 2 or (side == 1 and found is None):
-                found = frame["filename"], frame["line"], frame["name"]
-            if side == 2:
-                break
-        return found
+        sides = [(self.page.places.side(frame["filename"]), frame) for frame in frames]
+        side, frame = max(sides, key=lambda pair: pair[0], default=(0, {}))
+        return (frame["filename"], frame["line"], frame["name"]) if side else None
 
 
 def group_progress() -> Progress:
@@ -228,10 +218,8 @@ def records_itself(group: object) -> bool:
 
 
 def ranks_of(name: str) -> list[int]:
-    for group, known in _groups():
-        if known == name.removesuffix(_SECOND):
-            return sorted(c10d.WORLD.get().pg_group_ranks.get(group, {}))
-    return []
+    found = [group for group, known in _groups() if known == name.removesuffix(_SECOND)]
+    return sorted(c10d.WORLD.get().pg_group_ranks.get(found[0], {})) if found else []
 
 
 def _groups() -> list[tuple[dist.ProcessGroup, str]]:

@@ -6,18 +6,17 @@ a batch and backward is forward; a script without a DataLoader is in forward fro
 
 from __future__ import annotations
 
-import contextlib
 import os
 from _thread import get_ident
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.recorder import device_clock
-from phalanx.recorder.around import around
+from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
 from phalanx.torch_compat import dataloader
@@ -33,8 +32,8 @@ def install() -> None:
     dataloader.NEXT.wrap(around(_fetch))
     BACKWARD.wrap(around(_backward))
     SAVE.wrap(around(_save))
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    register_optimizer_step_pre_hook(never_raises(_before_step))
+    register_optimizer_step_post_hook(never_raises(_after_step))
     own_page.when_begun(lambda page: page.places.never_users([_TORCH]))
 
 
@@ -42,7 +41,7 @@ def _fetch(page: StatusPage, *_: object) -> AbstractContextManager[None] | None:
     return _fetching(page) if page.is_in_loop else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def _fetching(page: StatusPage) -> Iterator[None]:
     global _after_a_step
     _after_a_step = layout.OTHER
@@ -59,9 +58,10 @@ def _save(page: StatusPage, *_: object, **__: object) -> AbstractContextManager[
     return own_page.phase(layout.CHECKPOINT) if page.is_in_loop else None
 
 
-@contextlib.contextmanager
-def _backward(page: StatusPage, *_: object, **__: object) -> Iterator[None]:
+@contextmanager
+def _backward(page: StatusPage, tensors: object = None, *_: object, **__: object) -> Iterator[None]:
     """The phase after backward is not known."""
+    device_clock.device = getattr(tensors, "device", device_clock.device)  # it may be set after groups were created
     page.thread = get_ident()  # the thread that calls backward runs the loop
     before = page.enter(layout.BACKWARD)
     try:
