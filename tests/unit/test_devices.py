@@ -79,8 +79,8 @@ def test_the_state_of_gpus(tmp_path: Path) -> None:
     assert spinning.processes == ((4242, 5 << 30),)
     assert spinning.bus == "0000:b3:00"
     assert spinning.ecc_errors is None  # not supported by this GPU
-    assert (spinning.is_spinning, spinning.throttled_by) == (True, ())
-    assert (hot.is_spinning, hot.throttled_by) == (False, ("its temperature",))
+    assert (spinning.may_wait, spinning.throttled_by) == (True, ())
+    assert (hot.may_wait, hot.throttled_by) == (False, ("its temperature",))
     [by_name] = gpu_state.read(["GPU-two"], library=str(tmp_path / "libnvidia-ml.so.1"))
     assert by_name.power == 640.0
     assert gpu_state.read(["7"], library=str(tmp_path / "libnvidia-ml.so.1")) == []

@@ -241,7 +241,8 @@ def test_the_gpu_of_a_rank(
     told = command(capsys, "--seconds", "0")[1].splitlines()
     assert told[2].split()[4:8] == ["–", "–", "–", "–"]
     assert told[-2] == (
-        "rank 0: Fake H100: 60.0 of 80.0 GiB, 100 % busy, 120 of 700 W, 40 °C, busy at little power: it waits in NCCL"
+        "rank 0: Fake H100: 60.0 of 80.0 GiB, 100 % busy, 120 of 700 W, 40 °C, "
+        "busy at little power: it may be waiting in NCCL"
     )
     assert told[-1] == "the slowest rank is not known before all have made 20 steps (on GPUs, with DDP)"
     pages[0].device_stepped(10, 1.0, 2.5, 0.5)

@@ -165,11 +165,15 @@ def test_what_the_missing_rank_does(lines: list[CodeLine], vitals: dict, text: s
     assert found.startswith(f"rank 1 is missing: it {text}")
 
 
-def on_gpu(state: str, watts: float | None = None, utilization: int = 100) -> dict[str, Any]:
+def on_gpu(state: str, watts: float | None = None, limit: float = 700.0, utilization: int = 100) -> dict[str, Any]:
     """What is known of a rank on a GPU, and of the GPU, if its driver says anything."""
     gpu = GpuState(0, "H100", memory_used=60 << 30, memory_total=80 << 30, utilization=utilization, power=watts)
-    found = messages.replace(gpu, power_limit=700.0, temperature=41)
+    found = messages.replace(gpu, power_limit=limit, temperature=41)
     return {"page": {"device": state}, "gpu": None if watts is None else found}
+
+
+def threshold(*records: RankRecord) -> float | None:
+    return stall_threshold([observation_of(record) for record in records], 30.0)
 
 
 def test_a_device_is_busy_or_its_rank_is_missing_on_the_host() -> None:
@@ -192,18 +196,21 @@ def test_a_device_is_busy_or_its_rank_is_missing_on_the_host() -> None:
 
 
 def test_what_the_power_of_a_gpu_tells() -> None:
-    """Busy all the time at little power: a kernel of NCCL, which waits. At full power it computes."""
-    spinning, computing = (waiter(1, **on_gpu("busy", watts)) for watts in (120.0, 640.0))
-    assert (spinning.device, computing.device) == ("waits", "computes")
-    assert spinning.waits_in is not None
-    assert computing.waits_in is None
-    assert "busy at little power: it waits in NCCL" in str(spinning.gpu)
+    """A kernel of NCCL that waits needs little power on a large GPU, and so does training that is bound by memory. On a
+    small GPU it needs more than half. So the power shortens no threshold, and hides no open collective."""
+    bound, spinning, computing = (waiter(1, **on_gpu("busy", *of)) for of in ((315, 700), (38, 70), (640, 700)))
+    assert {one.device for one in (bound, spinning, computing)} == {"busy"}
+    assert all(one.waits_in is not None for one in (bound, spinning, computing))
+    assert "busy at little power: it may be waiting in NCCL" in str(bound.gpu)
     ready = [waiter(number, **on_gpu("waits")) for number in (0, 2, 3)]
-    for late, limit in ((waiter(1, **on_gpu("busy")), 120.0), (computing, 120.0), (spinning, 30.0)):
-        assert stall_threshold([observation_of(one) for one in (*ready, late)], 30.0) == limit
-    alone = [rank(number, **on_gpu("busy", 640.0)) for number in range(2)]
-    assert stall_threshold([observation_of(one) for one in alone], 30.0) is None
-    assert stall_threshold([observation_of(rank(number, **on_gpu("busy"))) for number in range(2)], 30.0) == 120.0
+    assert threshold(*ready, waiter(1, **on_gpu("waits", 640))) == 30.0
+    ahead = rank(0, call(813), **on_gpu("waits"))  # not yet a hang: a host runs ahead of its device
+    for late, limit in ((waiter(1, **on_gpu("busy")), 120.0), (bound, 120.0), (spinning, 300.0), (computing, 300.0)):
+        assert threshold(*ready, late) == threshold(ahead, late) == limit
+    away = laggard(2, lines=[SLEEP], **on_gpu("idle"))
+    assert threshold(ready[0], away, spinning) == threshold(ready[0], away, bound) == 30.0
+    for watts, limit in ((None, 120.0), (315, 120.0), (640, 300.0)):
+        assert threshold(*(rank(number, **on_gpu("busy", watts)) for number in range(2))) == limit
 
 
 def test_a_host_that_spins_for_its_device_does_not_work() -> None:

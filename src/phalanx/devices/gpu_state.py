@@ -15,7 +15,7 @@ from phalanx.messages import Record
 _LIBRARY = "libnvidia-ml.so.1"
 _LIMIT = 2.0
 """Seconds for all readings together."""
-_SUCCESS, _INSUFFICIENT_SIZE = 0, 7
+_SUCCESS = 0
 _GPU_TEMPERATURE = 0
 _UNCORRECTED, _SINCE_BOOT = 1, 0
 _MOST_PROCESSES = 64
@@ -27,8 +27,8 @@ _THROTTLED_BY = {
     0x80: "the power supply",
 }
 """Bits of nvmlClocksEventReasons that mean less than full speed under load."""
-_IDLE_POWER = 0.5
-"""A GPU that is busy all the time below this share of its power limit spins: a kernel of NCCL that waits does so."""
+_LITTLE_POWER = 0.5
+"""Below this share of its power limit, a busy GPU may be waiting in NCCL, or for its own memory."""
 
 
 class GpuState(Record, frozen=True):
@@ -52,11 +52,12 @@ class GpuState(Record, frozen=True):
     """Pid and bytes of each process that computes on it."""
 
     @property
-    def is_spinning(self) -> bool:
-        """A kernel runs all the time, at little power: it waits, as NCCL's kernels do for another rank."""
-        if self.utilization is None or self.power is None or not self.power_limit:
-            return False
-        return self.utilization >= 95 and self.power < _IDLE_POWER * self.power_limit
+    def is_busy(self) -> bool:
+        return (self.utilization or 0) >= 95  # with kernels that compute, or with one of NCCL that waits
+
+    @property
+    def may_wait(self) -> bool:
+        return self.is_busy and self.power is not None and self.power < _LITTLE_POWER * (self.power_limit or 0)
 
     def __str__(self) -> str:
         """Returns ``NVIDIA H100: 60.0 of 80.0 GiB, 100 % busy, 640 of 700 W, 41 °C``: what is known."""
@@ -66,7 +67,7 @@ class GpuState(Record, frozen=True):
             (self.power, f"{self.power or 0:.0f} of {self.power_limit or 0:.0f} W"),
             (self.temperature, f"{self.temperature} °C"),
             (self.throttled_by or None, f"slowed down by {' and '.join(self.throttled_by)}"),
-            (self.is_spinning or None, "busy at little power: it waits in NCCL"),
+            (self.may_wait or None, "busy at little power: it may be waiting in NCCL"),
         )
         return f"{self.name}: {', '.join(text for value, text in known if value is not None)}"
 
@@ -125,11 +126,8 @@ def _read(names: Sequence[str] | None, library: str) -> list[GpuState]:
 
 def _handle(nvml: ctypes.CDLL, name: str) -> ctypes.c_void_p | None:
     handle = ctypes.c_void_p()
-    if name.isdigit():
-        result = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
-    else:
-        result = nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle))
-    return handle if result == _SUCCESS else None
+    by, key = ("Index_v2", ctypes.c_uint(int(name))) if name.isdigit() else ("UUID", name.encode())
+    return handle if _call(nvml, f"nvmlDeviceGetHandleBy{by}", key, ctypes.byref(handle)) else None
 
 
 def _state(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> GpuState:
@@ -140,10 +138,8 @@ def _state(nvml: ctypes.CDLL, index: int, handle: ctypes.c_void_p) -> GpuState:
     _call(nvml, "nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))
     address = ctypes.create_string_buffer(128)  # a larger structure, which begins with the address
     _call(nvml, "nvmlDeviceGetPciInfo_v3", handle, address)
-    power, limit = (
-        _number(nvml, function, ctypes.c_uint, handle)
-        for function in ("nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
-    )
+    power = _number(nvml, "nvmlDeviceGetPowerUsage", ctypes.c_uint, handle)
+    limit = _number(nvml, "nvmlDeviceGetEnforcedPowerLimit", ctypes.c_uint, handle)
     reasons = _number(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong, handle) or 0
     kinds = ctypes.c_int(_UNCORRECTED), ctypes.c_int(_SINCE_BOOT)
     return GpuState(

@@ -85,24 +85,16 @@ class RankRecord(Record, frozen=True):
 
     @property
     def device(self) -> str:
-        """The state of its accelerator, one of layout.DEVICE_STATES, or "computes" if its driver reports that."""
-        state = self.status.device if self.status else ""
-        if state in ("", "idle") or self.gpu is None or self.gpu.utilization is None:
-            return state
-        if self.gpu.is_spinning:
-            return "waits"
-        return "computes" if state != "waits" and self.gpu.utilization >= 95 else state
+        """The state of its accelerator, one of layout.DEVICE_STATES."""
+        return self.status.device if self.status else ""
 
     @property
     def waits_in(self) -> Collective | None:
         """The collective that it has called and that has not ended. A stopped rank waits for no other."""
         page = self.status
-        if page is None or self.vitals is None or self.vitals.state in "Tt" or self.device == "computes":
+        if page is None or self.vitals is None or self.vitals.state in "Tt":
             return None
-        found = page.open_collective or _unnamed(page)
-        if found is None and self.device == "waits":
-            return Collective("", 0, UNNAMED, "", 0, None, "running", page.since, None, None, None)
-        return found
+        return page.open_collective or _unnamed(page)
 
     def asked(self, group: str) -> list[Collective]:
         """Returns its last collectives of a group, oldest first. A group that is created again counts from 0 again."""
@@ -118,7 +110,8 @@ class RankRecord(Record, frozen=True):
     def has_joined(self) -> bool:
         """True if it has a process group. Torch's flight recorder shows a group only when it is used."""
         page = self.status
-        return page is not None and bool(page.groups or any(map(_is_joining_done, page.collectives)))
+        ended = [one.op for one in page.collectives if one.state == "done"] if page is not None else []
+        return page is not None and (bool(page.groups) or "init_process_group" in ended)
 
     @property
     def main(self) -> Thread | None:
@@ -126,17 +119,11 @@ class RankRecord(Record, frozen=True):
 
 
 def _unnamed(page: Status) -> Collective | None:
-    """Returns a collective that is known by its number alone, until the rank has written its details."""
+    """Returns a collective that is known by its number alone, until the rank has written more, or by its device."""
     ended = {(one.group, one.number) for one in page.collectives}  # none of them is open
-    for group in page.groups:
-        has_more = group.enqueued is not None and group.enqueued > (group.completed or 0)
-        if group.enqueued is not None and has_more and (group.name, group.enqueued) not in ended:
-            return Collective(group.name, group.enqueued, UNNAMED, "", 0, None, "running", page.since, None, None, None)
-    return None
-
-
-def _is_joining_done(one: Collective) -> bool:
-    return one.op == "init_process_group" and one.state == "done"
+    last = [(one.name, one.enqueued or 0) for one in page.groups if (one.enqueued or 0) > (one.completed or 0)]
+    found = [one for one in last if one not in ended] or ([("", 0)] if page.device == "waits" else [])
+    return Collective(*found[0], UNNAMED, "", 0, None, "running", page.since, None, None, None) if found else None
 
 
 # ---- a rank's process as a watchdog sees it

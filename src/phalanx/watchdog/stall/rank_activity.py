@@ -77,7 +77,7 @@ def rank_activity(record: RankRecord, waiting: Sequence[RankRecord] = ()) -> Ran
     line = main.shown if main else None
     left = next(filter(None, (has_left(record, other) for other in waiting)), None)
     kind = _by_kernel_alone(record.vitals) or ("finished" if record.status and record.status.phase == "done" else None)
-    kind = kind or ("device" if record.device in ("busy", "computes") else None)
+    kind = kind or ("device" if record.device == "busy" else None)
     if kind is not None:
         if kind == "finished":
             handler = _at_exit(main)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from phalanx.messages import Rank, Record
 from phalanx.status.rank_record import RankRecord
 
-_RUNS = ("busy", "waits", "computes")  # while its device does, a host that waits for it may spin
+_RUNS = ("busy", "waits")  # while its device does, a host that waits for it may spin
 WHILE_WORKING = 4
 WHILE_STARTING = 10
 """Before the first step of any rank: compiling, downloading, warm-up."""
@@ -29,7 +29,7 @@ class Observation(Record, frozen=True):
     has_stepped: bool = True
     phase: str = "other"
     works: bool = False
-    """True if it, or a process that it has started, computes, reads or writes."""
+    """True if it, or a process that it has started, computes, reads or writes, or if its busy GPU may compute."""
     moves: bool = False
     """True if it reads or writes."""
     device_runs: bool = False
@@ -44,13 +44,14 @@ class Observation(Record, frozen=True):
 def observation_of(record: RankRecord) -> Observation:
     page, waits = record.status, record.waits_in
     everything = [one for one in (record.vitals, *(child.vitals for child in record.children)) if one is not None]
+    may_compute = record.device == "busy" and record.gpu is not None and record.gpu.is_busy and not record.gpu.may_wait
     return Observation(
         rank=record.rank,
         waits_in=(waits.group, waits.number, waits.op, waits.size) if waits else None,
         has_joined=record.has_joined,
         has_stepped=page is not None and (page.updates > 0 or page.step > 0),
         phase=page.phase if page else "started",
-        works=any(one.works for one in everything) if record.device not in _RUNS else record.device == "computes",
+        works=any(one.works for one in everything) if record.device not in _RUNS else may_compute,
         moves=any(one.moves for one in everything),
         device_runs=record.device == "busy",
         is_stopped=record.vitals is not None and record.vitals.state in "Tt",
@@ -67,28 +68,27 @@ def stall_threshold(sightings: Sequence[Observation], stall_after: float) -> flo
         return None  # ranks that never join may sleep as long as they like
     if any(one.phase in ("checkpoint", "compile") and one.works for one in others):
         return None
-    working = [one for one in others if (one.works or one.device_runs) and not one.has_ended]
     if not waiting:
         return _threshold_without(others, stall_after)
-    if working:
+    if any((one.works or one.device_runs) and not one.has_ended for one in others):
         return stall_after * (WHILE_WORKING if any(one.has_stepped for one in sightings) else WHILE_STARTING)
-    if not others and len({one.waits_in for one in waiting}) == 1:
-        return _threshold_within(waiting, stall_after)
-    return stall_after
+    return stall_after if others else _threshold_within(waiting, stall_after)
 
 
 def _threshold_within(waiting: Sequence[Observation], stall_after: float) -> float | None:
-    """The threshold if all ranks are in the same collective: none is missing, and it may be slow."""
-    if any(one.moves for one in waiting):
+    """The threshold if all ranks are in a collective: the same one may be slow, and a host is ahead of its device."""
+    is_same = len({one.waits_in for one in waiting}) == 1
+    if is_same and any(one.moves for one in waiting):
         return None
+    works = any(one.works and (is_same or one.device_runs) for one in waiting)
     runs = any(one.device_runs for one in waiting)
-    return stall_after * (WHILE_STARTING if any(one.works for one in waiting) else WHILE_WORKING if runs else 1)
+    return stall_after * (WHILE_STARTING if works else WHILE_WORKING if runs else 1)
 
 
 def _threshold_without(others: Sequence[Observation], stall_after: float) -> float | None:
     """The threshold if no rank waits for another."""
-    if any(one.works for one in others) or all(one.is_gone for one in others):
+    if any(one.works and not one.device_runs for one in others) or all(one.is_gone for one in others):
         return None
-    if any(one.device_runs for one in others):
-        return stall_after * WHILE_WORKING
+    if any(one.device_runs for one in others):  # a GPU that waits in NCCL may seem to compute, so there is a limit
+        return stall_after * (WHILE_STARTING if any(one.works for one in others) else WHILE_WORKING)
     return stall_after * (WHILE_ENDING if any(one.has_ended for one in others) else 1)
