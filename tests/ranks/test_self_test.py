@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import world as worlds
 from phalanx.errors import UsageError
 from phalanx.self_test import checks, command
 from phalanx.self_test.results import Result
@@ -83,11 +84,26 @@ def test_a_collective_that_is_wrong(phalanx: Runner, tmp_path: Path) -> None:
     outcome = phalanx("test", "--nproc-per-node", "2", env={"PYTHONPATH": str(tmp_path / "hook")}, timeout=120)
     assert outcome.code == 1
     rows = {line.split()[0]: line for line in outcome.out.partition("\n\n")[2].splitlines()}
-    assert list(rows) == NAMES[:-1], "there is no restart to try"
+    assert list(rows) == NAMES
     assert " ok " in rows["start"]
     assert rows["collectives"].endswith("rank 1: AssertionError: all_reduce on cpu gave 4, not 3")
     assert " FAILED " in rows["collectives"]
-    assert rows["ddp"].endswith("not reached")
+    assert [name for name, row in rows.items() if " not run " in row] == NAMES[2:]
+
+
+def test_any_number_of_ranks_trains_as_one_process(run_ranks) -> None:
+    def train(rank: int) -> str:
+        return checks.ddp(worlds.current())
+
+    assert all("largest difference" in told for told in run_ranks(train, 3))
+
+
+def test_gpus_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "_run", lambda *_: [Result("start", False, 1.0, "on the CPU", 3)])
+    start, restart = command._report(tmp_path, None).checks
+    assert start.failed
+    assert start.detail == "3 GPUs are counted here, and torch can use none: `phalanx doctor` tells more"
+    assert (restart.name, restart.failed, restart.ranks) == ("restart", False, 0)
 
 
 ON_SIM = """
@@ -161,13 +177,13 @@ def test_a_rank_that_ends_without_a_word(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not found["start"].failed
     assert found["collectives"].failed, "rank 1 has not passed it"
     assert found["collectives"].detail == "phalanx: rank 1 failed: SIGSEGV, invalid memory access"
-    assert found["ddp"].detail == "not reached"
+    assert (found["ddp"].failed, found["ddp"].ranks) == (False, 0)
 
 
 def test_a_run_that_fails_at_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     played(monkeypatch, "[write(name, rank=rank) for name in names for rank in (0, 1)]; sys.exit('abort')")
     found = report(tmp_path)
-    assert list(found) == NAMES[:-1]
+    assert list(found) == NAMES
     assert (found["checkpoint"].failed, found["checkpoint"].detail) == (True, "abort")
     assert not found["ddp"].failed
 

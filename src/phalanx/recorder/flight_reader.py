@@ -50,7 +50,8 @@ Progress: TypeAlias = dict[Key, tuple[int, int]]
 
 def install() -> None:
     """Starts the thread with the first process group: before that, a script may want to fork."""
-    if torch_compat.release() < torch_compat.FLIGHT_RECORDER_IS_ON:  # these do not record unless they are asked to
+    has_nccl = any(dump.backend == flight_recorder.NCCL for dump in flight_recorder.dumps())
+    if has_nccl and torch_compat.release() < torch_compat.FLIGHT_RECORDER_IS_ON:  # these record only if asked to
         own_page.when_begun(lambda page: os.environ.setdefault(_BUFFER_SIZE, "2000"))
     if not is_recording():
         return

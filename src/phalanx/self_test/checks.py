@@ -24,8 +24,7 @@ from phalanx.devices import accelerator
 from phalanx.self_test.results import Result, results_path
 from phalanx.system import procfs
 
-_STEPS, _BATCH = 6, 16
-_KILLED_AFTER = 3
+_STEPS, _KILLED_AFTER, _ROWS = 6, 3, 8  # rows of each rank: DDP averages over ranks, and one process over rows
 
 
 def start(world: px.World) -> str:
@@ -105,7 +104,7 @@ def checkpoint(world: px.World) -> str:
     """A state that was saved is loaded into another one, equal to the last bit."""
     directory = Path(sys.argv[1]) / "checkpoints"
     states = [px.State(model=(model := _model(world.device, seed)), optimizer=_optimizer(model)) for seed in (0, 1)]
-    _step(states[0].model, states[0].optimizer, _batch(0, world.device))  # type: ignore[attr-defined]
+    _step(states[0].model, states[0].optimizer, _batch(0, world))  # type: ignore[attr-defined]
     with px.Checkpointer(directory) as checkpointer:
         checkpointer.save(states[0])
         checkpointer.wait()
@@ -126,7 +125,7 @@ def restart(world: px.World) -> str:
         checkpointer.load_latest(state)
         first = state.step
         while state.step < _STEPS:
-            _step(model, optimizer, _share(state.step, world))
+            _step(model, optimizer, _batch(state.step, world, world.rank, world.size))
             state.step += 1
             checkpointer.save(state)
             checkpointer.wait()
@@ -134,7 +133,7 @@ def restart(world: px.World) -> str:
                 os.kill(os.getpid(), signal.SIGKILL)
     _require(attempt == 1, f"this is attempt {attempt + 1}, not the second one")
     _require(first == _KILLED_AFTER, f"it resumed at step {first}, not at {_KILLED_AFTER}")
-    _same_weights(model, _alone(world.device))
+    _same_weights(model, _alone(world))
     return f"resumed at step {first}"
 
 
@@ -152,12 +151,9 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def _batch(step: int, device: torch.device) -> Tensor:
-    return torch.randn(_BATCH, 8, generator=torch.Generator().manual_seed(step)).to(device)
-
-
-def _share(step: int, world: px.World) -> Tensor:
-    return _batch(step, torch.device("cpu"))[world.rank :: world.size].to(world.device)
+def _batch(step: int, world: px.World, first: int = 0, each: int = 1) -> Tensor:
+    rows = torch.randn(_ROWS * world.size, 8, generator=torch.Generator().manual_seed(step))
+    return rows[first::each].to(world.device)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> None:
@@ -166,19 +162,19 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) ->
     optimizer.step()
 
 
-def _alone(device: torch.device) -> nn.Module:
-    model = _model(device)
+def _alone(world: px.World) -> nn.Module:
+    model = _model(world.device)
     optimizer = _optimizer(model)
     for step in range(_STEPS):
-        _step(model, optimizer, _batch(step, device))
+        _step(model, optimizer, _batch(step, world))
     return model
 
 
 def _equal_to_one_process(world: px.World, model: nn.Module) -> str:
     optimizer = _optimizer(model)
     for step in range(_STEPS):
-        _step(model, optimizer, _share(step, world))
-    return f"largest difference {_same_weights(model, _alone(world.device)):.1g}"
+        _step(model, optimizer, _batch(step, world, world.rank, world.size))
+    return f"largest difference {_same_weights(model, _alone(world)):.1g}"
 
 
 def _same_weights(model: nn.Module, reference: nn.Module) -> float:

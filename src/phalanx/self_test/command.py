@@ -35,9 +35,8 @@ Runs a short training job on this machine and prints what works, a line each:
 With GPUs it takes the GPUs and NCCL. The exit code is 0 when everything passed, else 1. Paste the table into a report.
 """
 _TOGETHER = ["start", "collectives", "ddp", "data_parallel", "checkpoint"]
-_LIMIT = 180.0  # seconds for one of the two runs
+_LIMIT, _TICK = 180.0, 0.5  # seconds for one of the two runs, and between two looks at what has passed
 _STOPPING = {"terminate": 30.0, "kill": 5.0}  # how a run is stopped, and the seconds that it has to end
-_TICK = 0.5  # seconds between two looks at what has passed
 
 
 class Report(Record, frozen=True):
@@ -51,9 +50,9 @@ class Report(Record, frozen=True):
 def main(argv: list[str]) -> int:
     """Entry of ``phalanx test``; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    asked = arguments.nproc_per_node
-    if asked is not None:
-        whole_number("--nproc-per-node", asked, 1, 1024)
+    given = arguments.nproc_per_node
+    number = int(given) if given.removeprefix("-").isdecimal() else given
+    asked = None if number in ("gpu", "auto") else whole_number("--nproc-per-node", number, 1, 1024)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the run and its directory are removed
     try:
         temporary = tempfile.TemporaryDirectory(prefix="phalanx-test-", ignore_cleanup_errors=True)
@@ -72,7 +71,7 @@ def lines(report: Report) -> list[str]:
 
 
 def _line(check: Result) -> str:
-    word = "FAILED" if check.failed else "ok"
+    word = "FAILED" if check.failed else "ok" if check.ranks else "not run"
     return f"{check.name:<14}{word:<8}{check.seconds:5.1f} s  {clip(check.detail)}".rstrip()
 
 
@@ -82,7 +81,12 @@ def _report(directory: Path, asked: int | None) -> Report:
     found = _run(directory, str(asked or "gpu"), _TOGETHER, shown)
     if asked is None and "--nproc-per-node gpu" in found[0].detail:  # there is none
         found = _run(directory, "2", _TOGETHER, shown)
-    if not any(check.failed for check in found):
+    elif asked is None and found[0].detail == "on the CPU":
+        told = f"{found[0].ranks} GPUs are counted here, and torch can use none: `phalanx doctor` tells more"
+        found[0] = messages.replace(found[0], failed=True, detail=told)
+    if any(check.failed for check in found):
+        found.append(Result("restart", False, 0.0))
+    else:
         found += _run(directory, str(found[0].ranks), ["restart"], shown, "--max-restarts", "1")
     _show(found, shown)
     versions = dict.fromkeys(("phalanx", "torch"), "not installed")
@@ -131,9 +135,9 @@ def _stop(run: subprocess.Popen[bytes]) -> None:
 def _results(directory: Path, names: list[str], reason: str) -> list[Result]:
     """``reason``: why the run failed. The first check that not all ranks have passed gets it, or else the last one."""
     found = combined(directory)
-    results = [found.get(name) or Result(name, True, 0.0, "not reached") for name in names]
-    at = next((index for index, result in enumerate(results) if result.failed), -1)
-    if reason and not (results[at].failed and names[at] in found):
+    results = [found.get(name) or Result(name, False, 0.0) for name in names]
+    at = next((index for index, result in enumerate(results) if result.failed or not result.ranks), -1)
+    if reason and not results[at].failed:
         results[at] = messages.replace(results[at], failed=True, detail=reason)
     return results
 
@@ -148,6 +152,6 @@ def _show(results: list[Result], shown: set[str]) -> None:
 def _parser() -> Parser:
     parser = Parser("phalanx test", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     ranks = "--nproc-per-node", "--nproc_per_node"
-    parser.add_argument(*ranks, type=int, metavar="N", help="ranks; by default one for each GPU, or 2 on CPUs")
+    parser.add_argument(*ranks, default="gpu", metavar="N", help="ranks; by default one for each GPU, or 2 on CPUs")
     parser.add_argument("--json", action="store_true", help="for a program to read")
     return parser

@@ -16,7 +16,7 @@ class Result(Record, frozen=True):
     seconds: Seconds
     detail: Text = ""
     ranks: int = 0
-    """How many there are; 0: none has joined."""
+    """How many there are; 0: it was not run."""
     ended: float = 0.0
     """When, by the clock that all processes of a machine share: the first failure is the cause of the others."""
 
