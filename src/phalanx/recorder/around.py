@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def never_raises(hook: Callable[P, None]) -> Callable[P, None]:
-    """Returns a hook whose errors do not reach its caller: training goes on without a record. The first is printed."""
+    """Returns a hook whose errors do not reach its caller: training continues unrecorded. The first is printed."""
     has_complained = False
 
     @functools.wraps(hook)
