@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from phalanx import argparser, backends, cluster, torch_compat
 from phalanx.cluster import Situation
-from phalanx.cluster.situation import check_rank
+from phalanx.cluster.situation import on_nodes, override
 from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.status import notices
@@ -115,7 +115,7 @@ def init(
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
         store: a torch store that all ranks share, instead of an init_method.
         timeout: seconds for reaching the master, for all ranks to come, and for each collective. The defaults are
-            60 s, 300 s and torch's own 30 minutes.
+            300 s, 300 s and torch's own 30 minutes.
         device: ``cpu``, ``cuda``, ``cuda:1``, ``xpu``, ``npu``, ``mps``; by default the GPU of this local rank if
             there is one. It becomes torch's current device.
         seed: for python, numpy and torch. All ranks draw the same, so that files are split and weights are made alike,
@@ -134,14 +134,17 @@ def init(
             raise UsageError(f"{name} is {argparser.shown(value)}; give a name, or leave it out.")
     if not isinstance(store, dist.Store | None):
         raise UsageError(f"store is {argparser.shown(store)}; give a torch.distributed.Store, or leave it out.")
-    situation = _settle(cluster.find(os.environ), rank, world_size)
+    situation = override(cluster.find(os.environ), rank, world_size)
+    met = None if situation.local_is_known else join(situation, init_method, store, limit)
+    if met is not None:  # before a rank takes the GPU of its local rank
+        situation = on_nodes(situation, [f"{claim.host} {claim.machine}" for claim in met[0].claims])
     asked = None if device is None else argparser.device(device)
     place = accelerator.choose(asked, situation.local_rank, situation.world_size)
     name = backends.settle(backend, place, situation.world_size, limit or JOIN_TIMEOUT)
     own = accelerator.own_backend(name, place)
     # Ranks on the CPU may share it, as may those whose collectives are gloo's.
     note = accelerator.identity(place) if own and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1" else ""
-    meeting, where = join(situation, init_method, store, limit, note)
+    meeting, where = met or join(situation, init_method, store, limit, note)
     options: dict[str, Any] = {"timeout": timedelta(seconds=limit)} if limit else {}
     if own in _BOUND_TO_DEVICE:
         options["device_id"] = place
@@ -216,7 +219,7 @@ def current() -> World:
     s = cluster.find(os.environ)
     device = accelerator.current(c10d.bound_device())
     if dist.is_initialized():
-        s = _settle(s, dist.get_rank(), dist.get_world_size())
+        s = override(s, dist.get_rank(), dist.get_world_size())
         shared = c10d.default_store()
         if shared is None and s.world_size > 1:
             raise UsageError("this torch does not expose the store of its process group; call px.init() first.")
@@ -224,24 +227,6 @@ def current() -> World:
     if s.world_size > 1:
         raise UsageError(f"this is rank {s.rank} of {s.world_size}, but it has not joined yet; call px.init() first.")
     return World(0, 1, 0, 1, 0, 1, device, "none", "none", s.kind)
-
-
-def _settle(found: Situation, rank: int | None, world_size: int | None) -> Situation:
-    """Arguments override the launcher's values; ranks that are given by hand are taken to be on one machine."""
-    if rank is None and world_size is None:
-        return found
-    if rank is None:
-        if world_size != found.world_size and found.kind == "single" and world_size != 1:
-            raise UsageError(f"world_size={world_size} was given without a rank; give rank=… as well.")
-        rank = found.rank
-    if world_size is None:
-        if found.kind == "single" and rank != 0:
-            raise UsageError(f"rank={rank} was given without a world size; give world_size=… as well.")
-        world_size = found.world_size
-    rank, world_size = check_rank(rank, world_size)
-    if (rank, world_size) == (found.rank, found.world_size):
-        return found
-    return replace(found, rank=rank, world_size=world_size, local_rank=rank, local_size=world_size, node=0, nodes=1)
 
 
 def _leave(world: World, *, in_order: bool) -> None:

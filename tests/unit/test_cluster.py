@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx import cluster
 from phalanx.cluster import slurm
+from phalanx.cluster.situation import on_nodes
 from phalanx.errors import UsageError
 
 TORCHRUN = {
@@ -119,3 +122,18 @@ def test_slurms_lists() -> None:
     assert slurm.first_host("rack1-[2,4].lan,x") == "rack1-2.lan"
     assert slurm.tasks_per_node("4(x2),2") == [4, 4, 2]
     assert slurm.tasks_per_node("") == []
+
+
+def test_the_hosts_tell_which_ranks_share_a_node() -> None:
+    """One process a pod: Kubernetes gives RANK and WORLD_SIZE, and no LOCAL_RANK."""
+    found = cluster.find({"RANK": "2", "WORLD_SIZE": "4"})
+    assert not found.local_is_known
+    assert cluster.find({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}).local_is_known
+    places = [on_nodes(replace(found, rank=rank), ["b", "a", "b", "c"]) for rank in range(4)]
+    assert [(each.local_rank, each.local_size, each.node, each.nodes) for each in places] == [
+        (0, 2, 0, 3),
+        (0, 1, 1, 3),
+        (1, 2, 0, 3),
+        (0, 1, 2, 3),
+    ]
+    assert all(each.local_is_known for each in places)

@@ -20,13 +20,14 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
         kind="torchrun",
         rank=rank,
         world_size=world_size,
-        # Set by hand, without the local ones, means one machine.
+        # One machine until the ranks have met: by hand they mostly share one, in Kubernetes each has its own.
         local_rank=rank if local_rank is None else local_rank,
         local_size=world_size if local_size is None else local_size,
         node=env.integer(environ, "GROUP_RANK") or 0,
         nodes=env.integer(environ, "GROUP_WORLD_SIZE") or 1,
         master=master,
         store_is_up=up,
+        local_is_known=local_rank is not None,
     )
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from phalanx.cluster import Situation
 
-_REACH_TIMEOUT, JOIN_TIMEOUT = 60.0, 300.0
-"""Seconds for the store to answer, and for all ranks to come."""
+JOIN_TIMEOUT = 300.0
+"""Seconds for the store to answer, and again for all ranks to come."""
 _TWIN_TIMEOUT = 2.0
 """Seconds for another process with the same rank to write down who it is."""
 _READ_SECONDS = 1.0
@@ -189,7 +189,7 @@ def join(
             method = url_of(*situation.master)
             up = situation.store_is_up
         where = method.partition("://")[2]
-        store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or _REACH_TIMEOUT)
+        store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or JOIN_TIMEOUT)
     # torchrun's store outlives a restart, with the keys of the ranks that died; each attempt reads its own.
     own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     meeting = meet(own, situation.rank, situation.world_size, limit or JOIN_TIMEOUT, hosted, device)
