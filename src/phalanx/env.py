@@ -79,6 +79,7 @@ _READ = {
     "PMI_SIZE": "MPICH, Intel MPI: world size",
     "MPI_LOCALRANKID": "MPICH, Intel MPI: local rank",
     "MPI_LOCALNRANKS": "MPICH, Intel MPI: local world size",
+    "JOB_COMPLETION_INDEX": "Kubernetes: number of the pod in an indexed Job; `phalanx run` takes it as --node-rank",
     "SSH_CONNECTION": "ssh: the address by which this machine was reached; ranks on other machines connect to it",
     "PHALANX_SECRET": "for several machines, the secret of --secret-file, or its path; ranks do not get it",
     "PYTHON_EXEC": "the interpreter for the workers, as torchrun reads it",

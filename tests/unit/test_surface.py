@@ -47,7 +47,7 @@ TORCH_FR_DUMP_TEMP_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_TRACE_BUFFER_
 """.split()
 
 READ_ONLY = """
-PHALANX_SECRET
+JOB_COMPLETION_INDEX PHALANX_SECRET
 MPI_LOCALNRANKS MPI_LOCALRANKID NO_COLOR OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE OMPI_COMM_WORLD_RANK
 OMPI_COMM_WORLD_SIZE PMI_RANK PMI_SIZE PYTHON_EXEC SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_LOCALID
 SLURM_NNODES SLURM_NODEID SLURM_NTASKS SLURM_PROCID SLURM_PTY_PORT SLURM_STEP_ID SLURM_STEP_NODELIST
@@ -92,6 +92,27 @@ def test_every_flag_of_the_installed_torchrun_is_known() -> None:
         for spelling in (name, "--" + name[2:].replace("-", "_")):
             with pytest.raises(errors.UsageError, match=f"^torchrun's {name} is not supported; {instead}.$"):
                 parser.parse_args([spelling, "x", "train.py"])
+
+
+def test_every_variable_of_the_installed_torchrun_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubeflow starts torchrun by PET_* variables alone. Each gives what its flag gives."""
+    from torch.distributed.run import get_args_parser
+
+    seen = 0
+    odd = {"numa_binding": "node", "start_method": "fork", "signals_to_handle": "SIGTERM", "nnodes": "1:4"}
+    for action in get_args_parser()._actions:
+        flag = next((name for name in action.option_strings if name.startswith("--")), "")
+        if not flag or flag in ("--help", *flags.NOT_SUPPORTED) or "env" not in type(action).__name__:
+            continue
+        value = odd.get(action.dest, "1" if action.nargs == 0 or action.type in (int, float) else "7")
+        by_variable = flags.new_parser(flags.TABLE, {f"PET_{action.dest.upper()}": value}, "phalanx run")
+        by_flag = flags.new_parser(flags.TABLE, {}, "phalanx run")
+        words = [flag] if action.nargs == 0 else [flag, value]
+        assert by_variable.parse_args(["x.py"]) == by_flag.parse_args([*words, "x.py"]), flag
+        monkeypatch.setenv(f"PET_{action.dest.upper()}", value)
+        assert getattr(get_args_parser().parse_args(["x.py"]), action.dest) not in (None, action.default), flag
+        seen += 1
+    assert seen > 20
 
 
 def test_flags_of_doctor() -> None:

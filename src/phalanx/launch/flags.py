@@ -40,7 +40,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
     "how many processes": (
         Flag("--nproc-per-node", "on each machine: a number, auto, cpu or gpu (default 1, or one per device)", "N"),
         Flag("--nnodes", "machines (default 1)", "N|MIN:MAX"),
-        Flag("--node-rank", "number of this machine (default 0)", "K", 0, int),
+        Flag("--node-rank", "number of this machine (default: JOB_COMPLETION_INDEX, or 0)", "K", None, int),
         Flag("--devices", "the GPUs to use, counted among the visible ones", "0,3"),
         Flag(
             "--numa-binding",

@@ -60,7 +60,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         program=_program(arguments, environ),
         nproc_per_node=nproc,
         nnodes=nodes,
-        node_rank=arguments.node_rank,
+        node_rank=_node_rank(arguments, environ, nodes),
         **_meeting(arguments),
         interface=arguments.interface,
         local_addr=arguments.local_addr,
@@ -160,6 +160,13 @@ def _nodes(text: str | None) -> tuple[int, int]:
     except ValueError:
         raise UsageError(f"--nnodes {text!r} is unknown; give N, or MIN:MAX.") from None
     return fewest, most
+
+
+def _node_rank(arguments: argparse.Namespace, environ: Mapping[str, str], nodes: tuple[int, int]) -> int:
+    """The flag, or the pod's number in an indexed Job of Kubernetes; the pods of such a Job may also be runs alone."""
+    if arguments.node_rank is not None:
+        return arguments.node_rank
+    return (env.integer(environ, "JOB_COMPLETION_INDEX") if nodes[1] > 1 else None) or 0
 
 
 def _meeting(arguments: argparse.Namespace) -> dict[str, Any]:

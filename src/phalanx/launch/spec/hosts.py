@@ -110,7 +110,7 @@ def _check_flags(arguments: argparse.Namespace, count: int) -> None:
     if arguments.nnodes not in (None, str(count)):
         raise UsageError(f"--nnodes {arguments.nnodes}, but {count} host(s) are given; leave out --nnodes.")
     for flag, given in (
-        ("--node-rank", arguments.node_rank != 0),
+        ("--node-rank", bool(arguments.node_rank)),
         ("--standalone", arguments.standalone),
         ("--rdzv-endpoint", arguments.rdzv_endpoint),
         ("--rdzv-backend c10d", arguments.rdzv_backend == "c10d"),
