@@ -156,7 +156,8 @@ def test_nodes_of_different_size_meet_restart_and_fail_together(pair: VirtualNod
     ids=["name", "loopback", "unroutable", "no address", "interface"],
 )
 def test_why_they_do_not_meet(flags: list[str], rank: int, text: str, pair: VirtualNodes, tmp_path: Path) -> None:
-    """Before anything is started, in a sentence."""
+    """Before anything is started, in a sentence; what may pass is waited for."""
+    flags = ["--rdzv-timeout", "1", *flags]
     ended = ends([agent(pair[rank], tmp_path, rank, [*at(pair), *WITHOUT_TORCH, *flags], [])], 20)
     check_refusal(ended[0], text)
 

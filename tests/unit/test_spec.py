@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from phalanx import messages
 from phalanx.errors import UsageError
-from phalanx.launch import dry_run
+from phalanx.launch import command, dry_run
 from phalanx.launch import parse as launch_parse
 from phalanx.launch.agent.attempt_run import stop_steps
 from phalanx.launch.spec import device_count, network
@@ -116,6 +117,47 @@ def test_a_dry_run_shows_the_network(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.undo()
     dry_run.show(parse("--nnodes", "2", "--master-addr", "nowhere.invalid", "--master-port", "1", "x.py"), {})
     assert "the master's name 'nowhere.invalid' cannot be resolved" in capsys.readouterr().out
+
+
+def test_the_pods_of_an_indexed_job_have_numbers() -> None:
+    """Of several nodes, where nothing else says it; a Job may also be a row of runs on one node each."""
+    pod = {"JOB_COMPLETION_INDEX": "3"}
+    assert parse("--nnodes", "4", "x.py", **pod).node_rank == 3
+    assert parse("--nnodes", "4", "--node-rank", "0", "x.py", **pod).node_rank == 0
+    assert parse("--nnodes", "4", "x.py", **pod, PET_NODE_RANK="2").node_rank == 2
+    assert parse("x.py", **pod).node_rank == 0
+    with pytest.raises(UsageError, match="JOB_COMPLETION_INDEX='x' is not a whole number"):
+        parse("--nnodes", "4", "x.py", JOB_COMPLETION_INDEX="x")
+
+
+def test_a_name_and_a_network_that_appear_late(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kubernetes makes the names of pods while they start, and a name may for a while lead to the pod before."""
+    monkeypatch.setattr(network, "_NOTICE_AFTER", 0.15)
+    monkeypatch.setattr(network, "_RETRY_AFTER", 0.1)
+    missing = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    answers: list[object] = [missing, missing, missing, ["203.0.113.7"]]
+
+    def addresses(host: str) -> object:
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(network, "_addresses", addresses)
+    monkeypatch.setattr(network, "_own_address_towards", lambda *_: "10.9.9.1")
+    monkeypatch.setattr(network, "_interface_of", lambda _: "eth7")
+    words = ["--nnodes", "2", "--master-addr", "job-0.job", "--master-port", "29500", "x.py"]
+    assert command.find_route(parse("--node-rank", "1", *words)) == network.Route("203.0.113.7", "10.9.9.1", "eth7")
+    told = capsys.readouterr().err
+    assert told.startswith("phalanx: waiting, 300 s at most: the master's name 'job-0.job' cannot be resolved (Name")
+    assert told.count("\n") == 1
+    with pytest.raises(UsageError, match=r"^after 0\.2 s --node-rank 0 is the machine with the master's address"):
+        command.find_route(parse("--rdzv-timeout", "0.2", *words))
+    answers[:] = [missing]
+    with pytest.raises(UsageError, match=r"^after 0\.2 s the master's name 'job-0\.job' cannot be resolved"):
+        command.find_route(parse("--rdzv-timeout", "0.2", *words))
 
 
 def test_settings_of_the_meeting() -> None:

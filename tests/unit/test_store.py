@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,7 +15,8 @@ import threading
 import pytest
 from torch.distributed import HashStore
 
-from phalanx.errors import CheckpointError, PeerFailed, UsageError
+from phalanx.errors import CheckpointError, MasterUnreachable, PeerFailed, UsageError
+from phalanx.store import tcp_store
 from phalanx.store.coordinator import Coordinator
 from phalanx.store.primitives import wait_for
 
@@ -88,3 +93,34 @@ def test_the_result_of_rank_0_has_its_type(
         return
     with pytest.raises(error, match=text):
         follower.lead(lambda: [0], list[int])
+
+
+def test_a_master_whose_name_and_host_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cluster, names, networks and ports appear one after the other; what cannot pass is raised at once."""
+    monkeypatch.setattr(tcp_store, "_FIRST_NOTICE", 0.2)
+    monkeypatch.setattr(tcp_store, "_NEXT_NOTICE", 0.0)
+    name = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    passing = [OSError(number, os.strerror(number)) for number in (errno.EHOSTUNREACH, errno.ENETUNREACH)]
+    errors: list[Exception | None] = [name, *passing, ConnectionRefusedError(), None]
+
+    def connect(address: tuple[str, int], timeout: float) -> io.BytesIO:
+        error = errors.pop(0)
+        if error is not None:
+            raise error
+        return io.BytesIO()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    notices: list[str] = []
+    tcp_store.await_listener("job-0.job", 29500, 20.0, notices.append)
+    assert [notice.partition("s: ")[2] for notice in notices] == [
+        "No route to host",
+        "Network is unreachable",
+        "nobody listens there",
+    ]
+    errors[:] = [name]
+    with pytest.raises(MasterUnreachable, match=r"within 0 s: its name cannot be resolved \(Name or service not known"):
+        tcp_store.await_listener("job-0.job", 29500, 0.0, notices.append)
+    for error, text in ((UnicodeError(), "it is not a valid host name"), (PermissionError(1, "no"), "no")):
+        errors[:] = [error]
+        with pytest.raises(MasterUnreachable, match=text):
+            tcp_store.await_listener("job-0.job", 29500, 20.0, notices.append)

@@ -140,9 +140,17 @@ def find_route(spec: LaunchSpec) -> Route | None:
         raise UsageError(f"--nnodes {most} needs --rdzv-endpoint: the address of one of the machines, where they meet.")
     if not spec.master_port:
         raise UsageError(f"--nnodes {most} needs --master-port: a port that is free on {spec.master_addr}.")
+    return network.await_route(lambda: _route(spec), spec.rdzv_timeout)
+
+
+def _route(spec: LaunchSpec) -> Route:
+    from phalanx.launch.spec import network
+
     route = network.find_route(spec.master_addr, spec.interface, spec.local_addr)
-    if is_static and spec.node_rank == 0 and not network.is_own(route.master):
-        raise UsageError(
+    if spec.rdzv_backend == "static" and spec.node_rank == 0 and not network.is_own(route.master):
+        # A name may still lead to the pod that had it before.
+        kind = UsageError if route.master == spec.master_addr else network.NotYet
+        raise kind(
             f"--node-rank 0 is the machine with the master's address, but {spec.master_addr} is not this one's; "
             "give this machine's address, or another --node-rank."
         )

@@ -120,10 +120,11 @@ def _serve(host: str, port: int, timeout: float) -> Store:
 
     try:
         with contextlib.closing(ports.listen(_address_to_serve(host), port)) as listener:
+            tcp_store.await_listener(host, port, timeout)  # its own name may appear late
             return tcp_store.serve(host, listener, timeout)
     except errors.LaunchError as error:
         raise JoinError(f"rank 0 cannot serve {host}:{port}: {error}") from None
-    except DistError as error:
+    except (DistError, MasterUnreachable) as error:
         raise MasterUnreachable(f"rank 0 serves {host}:{port} and cannot reach it: {_first_line(error)}") from None
 
 
@@ -163,7 +164,7 @@ def sign_in(
 
 
 def join(
-    situation: Situation, init_method: str | None, store: Store | None, limit: float | None, device: str
+    situation: Situation, init_method: str | None, store: Store | None, limit: float | None, device: str = ""
 ) -> tuple[Meeting, str]:
     """Opens the store and meets the other ranks there; returns also the address of the store.
 

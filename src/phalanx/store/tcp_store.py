@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import socket
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 _HANDSHAKE_TIMEOUT = 10.0
 """Seconds for a server that accepts connections to answer as a store does."""
-_FIRST_NOTICE, _NEXT_NOTICE = 3.0, 10.0
+_FIRST_NOTICE, _NEXT_NOTICE = 5.0, 10.0
 """Seconds until a wait is reported, and until it is reported again."""
+_REFUSED = "nobody listens there"
+_PASSING = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.ECONNRESET)
+"""Errors of a host or network that is still starting."""
 
 
 def notify(text: str) -> None:
@@ -58,7 +62,7 @@ def connect(host: str, port: int, timeout: float, notify: Callable[[str], None] 
     """Connects to the store that another process serves, once it is there. ``notify`` reports a long wait."""
     from torch.distributed import DistError, TCPStore
 
-    _await_listener(host, port, timeout, notify)
+    await_listener(host, port, timeout, notify)
     found: list[Store] = []
     failures: list[str] = []
 
@@ -80,26 +84,15 @@ def connect(host: str, port: int, timeout: float, notify: Callable[[str], None] 
     raise MasterUnreachable(f"{host}:{port} answers, but not as a store ({reason}); is another program on that port?")
 
 
-def _await_listener(host: str, port: int, timeout: float, notify: Callable[[str], None]) -> None:
-    """Waits for a process that listens. Raises at once what no waiting can change."""
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not a valid host name"
-        raise MasterUnreachable(f"the master's name {host!r} cannot be resolved ({why}).") from None
+def await_listener(host: str, port: int, timeout: float, notify: Callable[[str], None] = notify) -> None:
+    """Waits for a process that listens, and for its host and name. Raises at once what no waiting can change."""
     started = time.monotonic()
     next_notice = started + _FIRST_NOTICE
     while True:
         left = started + timeout - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(0.05, min(left, 5.0))).close()
+        reason = _why_silent(host, port, max(0.05, min(left, 5.0)))
+        if reason is None:
             return
-        except ConnectionRefusedError:
-            reason = "nobody listens there"
-        except TimeoutError:
-            reason = "no answer"
-        except OSError as error:
-            raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
         now = time.monotonic()
         if now >= next_notice:
             next_notice = now + _NEXT_NOTICE
@@ -109,7 +102,27 @@ def _await_listener(host: str, port: int, timeout: float, notify: Callable[[str]
                 f"the master {host}:{port} was not reached within {timeout:g} s: {reason}. "
                 "Is rank 0 started, with the same address and port?"
             )
-        time.sleep(0.05)  # a port that is not open yet gives no event to wait for
+        # Neither a port nor a name gives an event to wait for. A name is asked of a service that others need too.
+        time.sleep(0.05 if reason == _REFUSED else 0.5)
+
+
+def _why_silent(host: str, port: int, seconds: float) -> str | None:
+    """Returns why nobody can connect to the master yet; None if it works."""
+    try:
+        socket.create_connection((host, port), timeout=seconds).close()
+    except ConnectionRefusedError:
+        return _REFUSED
+    except TimeoutError:
+        return "no answer"
+    except socket.gaierror as error:
+        return f"its name cannot be resolved ({error.strerror})"
+    except UnicodeError:
+        raise MasterUnreachable(f"the master's name {host!r} cannot be used: it is not a valid host name.") from None
+    except OSError as error:
+        if error.errno not in _PASSING:
+            raise MasterUnreachable(f"the master {host}:{port} cannot be reached: {error.strerror}.") from None
+        return f"{error.strerror}"
+    return None
 
 
 def why_unreachable(address: str, timeout: float) -> str:

@@ -19,7 +19,7 @@ from phalanx.fd_channel import Channel
 from phalanx.launch.multinode import Note, RunOver, RunUntil, protocol
 from phalanx.launch.multinode.protocol import NodeInfo, Terms
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, placements
-from phalanx.launch.spec.network import Route
+from phalanx.launch.spec.network import Route, is_own
 from phalanx.watchdog.exchange import Exchange, Topic
 
 _KEEPER_GONE = "the process that communicates with the other nodes has ended; all workers are ended."
@@ -68,7 +68,8 @@ class Peers:
             directory=str(directory),
         )
         self._terms = Terms(fewest, most, spec.rdzv_timeout, spec.last_call)
-        self._endpoint = route.master, spec.master_port
+        # By its name: after a restart the master may have another address.
+        self._endpoint = route.master if is_own(route.master) else spec.master_addr, spec.master_port
         self._is_elastic = spec.rdzv_backend == "c10d"
         self._nodes: tuple[NodeInfo, ...] | None = None
         self._attempt = self._agreed = 0

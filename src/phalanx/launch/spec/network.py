@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +41,14 @@ class Route:
         return found if is_right and not self.is_asked else {**found, "NCCL_SOCKET_IFNAME": f"={self.interface}"}
 
 
+class NotYet(UsageError):
+    """A name or a route is missing, which may appear: in a cluster, names are made while the machines start."""
+
+
+_NOTICE_AFTER = 5.0
+_RETRY_AFTER = 0.5
+
+
 def find_route(master: str, interface: str | None = None, local_addr: str | None = None) -> Route:
     """Asks the kernel for the route of a packet to the master; nothing is sent."""
     target = resolve(master, "the master's name")
@@ -50,13 +61,30 @@ def find_route(master: str, interface: str | None = None, local_addr: str | None
     return Route(target, address, interface or _interface_of(address), is_asked=interface is not None)
 
 
+def await_route(find: Callable[[], Route], timeout: float) -> Route:
+    """Calls ``find`` until it raises NotYet no more, ``timeout`` seconds at most; prints once what is waited for."""
+    started, is_told = time.monotonic(), False
+    while True:
+        try:
+            return find()
+        except NotYet as error:
+            waited = time.monotonic() - started
+            if waited >= timeout:
+                raise UsageError(f"after {timeout:g} s {error}") from None
+            if waited >= _NOTICE_AFTER and not is_told:
+                is_told = True
+                print(f"phalanx: waiting, {timeout:g} s at most: {error}", file=sys.stderr, flush=True)
+        time.sleep(_RETRY_AFTER)  # a name gives no event to wait for
+
+
 def resolve(host: str, what: str) -> str:
     """Returns the address of a host, which must not be loopback; ``what`` begins the error."""
     try:
         addresses = _addresses(host)
-    except (socket.gaierror, UnicodeError) as error:
-        why = error.strerror if isinstance(error, socket.gaierror) else "it is not a valid host name"
-        raise UsageError(f"{what} {host!r} cannot be resolved ({why}); give its address.") from None
+    except socket.gaierror as error:
+        raise NotYet(f"{what} {host!r} cannot be resolved ({error.strerror}); give its address.") from None
+    except UnicodeError:
+        raise UsageError(f"{what} {host!r} cannot be used: it is not a valid host name.") from None
     for address in addresses:
         if not is_loopback(address):
             return address
@@ -90,7 +118,7 @@ def _own_address_towards(target: str, name: str) -> str:
             probe.connect((target, 9))
         except OSError as error:
             if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-                raise UsageError(f"no network of this machine leads to {name} ({target}); check the address.") from None
+                raise NotYet(f"no network of this machine leads to {name} ({target}); check the address.") from None
             raise
         own = probe.getsockname()[0]
     return target if is_own(target) else own
