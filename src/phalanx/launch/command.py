@@ -29,12 +29,21 @@ if TYPE_CHECKING:
 
 def run(arguments: list[str]) -> int:
     """``phalanx run``, with the flags of torchrun."""
+    _leave_pid_one()
     return _run(*parse.parse(arguments, os.environ), arguments)
 
 
 def launch(arguments: list[str]) -> int:
     """``python -m phalanx.launch``, with the flags of ``python -m torch.distributed.launch``."""
+    _leave_pid_one()
     return _run(*parse.parse_launch(arguments, os.environ), arguments, is_launch=True)
+
+
+def _leave_pid_one() -> None:
+    if os.getpid() == 1:
+        from phalanx.launch.process import container_init  # only in a container
+
+        container_init.continue_in_child()
 
 
 def remote() -> NoReturn:
