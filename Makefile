@@ -8,7 +8,7 @@ CONTACT := .venv-contact
 COMPILERS := gcc clang aarch64-linux-gnu-gcc
 C_SOURCES := $(wildcard csrc/*.c csrc/*.h)
 
-.PHONY: demo demo-fault test check aarch64 mpirun sshd bench stress suite contact test-torch test-python clean
+.PHONY: demo demo-fault test check aarch64 mpirun sshd slurm bench stress suite contact test-torch test-python clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready-demo
@@ -17,7 +17,7 @@ demo: $(VENV)/ready-demo
 demo-fault: $(VENV)/ready-demo
 	PYTHON=$(BIN)/python examples/survive.sh
 
-test: aarch64 check mpirun sshd
+test: aarch64 check mpirun sshd slurm
 	$(BIN)/python -m pytest -m "not alone" -n 3 --dist worksteal
 	$(BIN)/python -m pytest -m alone
 
@@ -47,6 +47,11 @@ sshd: $(VENV)/ready-dev
 	@[ -x /usr/sbin/sshd ] || [ -d /run/systemd/system ] || \
 		$(call install,openssh-server openssh-client,the tests over ssh will be skipped)
 
+# The tests with SLURM run its daemons in their virtual nodes. The same holds for systemd here.
+slurm:
+	@[ -x /usr/sbin/slurmctld -a -x /usr/sbin/munged ] || [ -d /run/systemd/system ] || \
+		$(call install,slurm-wlm munge,the tests with SLURM will be skipped)
+
 # The C library is compiled for aarch64, and its stress test runs there, in an emulator.
 aarch64:
 	@{ command -v aarch64-linux-gnu-gcc && command -v qemu-aarch64-static; } >/dev/null || $(call install,gcc-aarch64-linux-gnu \
@@ -74,7 +79,7 @@ suite: $(VENV)/ready-dev
 	$(BIN)/python tests/suite/run.py
 
 # Other people's code and attackers, at full size; writes docs/contact.md.
-contact: $(CONTACT)/ready
+contact: $(CONTACT)/ready slurm
 	CONTACT=full $(CONTACT)/bin/python -m pytest -o timeout=3600 tests/contact
 
 # The smoke tests with another torch, or with another Python: one of pyenv's, or on PATH.
