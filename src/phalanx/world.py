@@ -149,9 +149,9 @@ def init(
     if own in _BOUND_TO_DEVICE:
         options["device_id"] = place
         backends.install()  # what a bound world needs for its groups
-    number, size = situation.rank, situation.world_size
+    number, size, voters = situation.rank, situation.world_size, (backend, situation.kind, meeting.store)
     try:
-        with torch_compat.quiet_gloo():
+        with backends.elected(*voters, number, size, limit or JOIN_TIMEOUT), torch_compat.quiet_gloo():
             dist.init_process_group(name, store=meeting.store, rank=number, world_size=size, **options)
         if seed is not None:
             seed_all(seed)

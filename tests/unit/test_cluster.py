@@ -67,14 +67,33 @@ def test_slurm_task() -> None:
         {"SLURM_STEP_ID": None},  # a batch script: sbatch runs it once, with SLURM_PROCID=0 and SLURM_NTASKS=10
         {"SLURM_STEP_ID": "4294967290"},  # salloc's interactive step
         {"SLURM_PTY_PORT": "4000"},  # srun --pty
-        {"SLURM_JOB_NAME": "interactive"},
-        {"SLURM_JOB_NAME": "bash"},
     ],
 )
-def test_a_slurm_shell_is_a_world_of_one(difference: dict[str, str | None]) -> None:
+def test_a_slurm_shell_is_a_world_of_one(difference: dict[str, str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "has_terminal", lambda: True)
     environ = {name: value for name, value in {**SRUN, **difference}.items() if value is not None}
     found = cluster.find(environ)
     assert (found.kind, found.world_size) == ("single", 1)
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"SLURM_JOB_NAME": "interactive"},  # srun in a shell of salloc
+        {"SLURM_JOB_NAME": "bash"},  # srun bash run.sh
+        {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "4000"},  # srun in a shell of srun --pty bash
+    ],
+)
+def test_tasks_that_look_like_a_shell(difference: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "has_terminal", lambda: False)
+    found = cluster.find({**SRUN, **difference})
+    assert (found.kind, found.rank, found.world_size) == ("slurm", 9, 10)
+
+
+def test_mpirun_inside_slurm_is_mpirun() -> None:
+    """Its daemons are tasks of srun, and its ranks inherit their variables."""
+    assert cluster.find({**SRUN, **MPIRUN}).kind == "openmpi"
+    assert cluster.find({**SRUN, "PMI_RANK": "9", "PMI_SIZE": "10"}).kind == "slurm", "srun --mpi=pmi2"
 
 
 def test_torchrun_inside_slurm_is_torchrun() -> None:
@@ -116,10 +135,14 @@ def test_a_wrong_variable_is_named(environ: dict[str, str], named: str) -> None:
 
 
 def test_slurms_lists() -> None:
-    assert slurm.first_host("gpu7") == "gpu7"
-    assert slurm.first_host("gpu7,gpu9") == "gpu7"
-    assert slurm.first_host("node[003-005,9],x") == "node003"
-    assert slurm.first_host("rack1-[2,4].lan,x") == "rack1-2.lan"
+    assert slurm.hosts("gpu7") == ["gpu7"]
+    assert slurm.hosts("gpu7,gpu9") == ["gpu7", "gpu9"]
+    assert slurm.hosts("node[003-005,9],x") == ["node003", "node004", "node005", "node9", "x"]
+    assert slurm.hosts("rack1-[2,4].lan,x") == ["rack1-2.lan", "rack1-4.lan", "x"]
+    assert slurm.hosts("r[1-2]n[09-10]") == ["r1n09", "r1n10", "r2n09", "r2n10"]
+    for text in ("", "a,", "a[", "a]", "a[]", "a[x],b", "a[3-1]", "a[1-]", "a b", "a[0-999999999]", "a[0-999][0-999]"):
+        with pytest.raises(UsageError, match=r"SLURM's list of hosts .* cannot be read; set MASTER_ADDR"):
+            slurm.hosts(text)
     assert slurm.tasks_per_node("4(x2),2") == [4, 4, 2]
     assert slurm.tasks_per_node("") == []
 
@@ -137,3 +160,9 @@ def test_the_hosts_tell_which_ranks_share_a_node() -> None:
         (0, 1, 2, 3),
     ]
     assert all(each.local_is_known for each in places)
+
+
+def test_the_tasks_that_were_asked_for() -> None:
+    assert slurm.allocated_tasks({"SLURM_TASKS_PER_NODE": "3,1", "SLURM_NTASKS": "4"}) == [3, 1]
+    assert slurm.allocated_tasks({"SLURM_TASKS_PER_NODE": "8(x2)"}) == [], "the CPUs of --exclusive"
+    assert slurm.allocated_tasks({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "7"}) == [], "of a job around it"

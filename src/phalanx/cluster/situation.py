@@ -29,6 +29,8 @@ class Situation:
     """The launcher serves the store: no rank may."""
     local_is_known: bool = True
     """False if only rank and world size are given: `on_nodes` tells which ranks share a node, once they have met."""
+    job: str = ""
+    """The name of the job: its port is guessed, so a process of another job may come there too."""
 
     def __post_init__(self) -> None:
         check_rank(self.rank, self.world_size)

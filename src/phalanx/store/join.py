@@ -192,7 +192,7 @@ def join(
         where = method.partition("://")[2]
         store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or JOIN_TIMEOUT)
     # torchrun's store outlives a restart, with the keys of the ranks that died; each attempt reads its own.
-    own = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    own = PrefixStore(f"{situation.job}attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     meeting = meet(own, situation.rank, situation.world_size, limit or JOIN_TIMEOUT, hosted, device)
     check_devices(meeting.claims)
     return meeting, where
