@@ -22,8 +22,8 @@ from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.remote import compatibility, transports
 from phalanx.launch.remote.host_connection import HostConnection
-from phalanx.launch.spec import hosts
-from phalanx.launch.spec.launch_spec import Host, HostList, LaunchSpec
+from phalanx.launch.spec import hosts, srun_step
+from phalanx.launch.spec.launch_spec import Host, HostList, LaunchSpec, Placement, worker_environment
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
@@ -158,35 +158,70 @@ def test_the_table_has_host_names(capsys: pytest.CaptureFixture[str]) -> None:
 
 # ---- SLURM
 
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_PROCID": "0"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[1-2]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "gpu1"}
+TASK = {**BATCH, "SLURM_STEP_ID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+TASK |= {"SLURM_STEP_NODELIST": "gpu[1-2]", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
 
 
-@pytest.fixture
-def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "scontrol"
-    program.write_text(
-        '#!/bin/sh\n[ "$3" = "gpu[1-2]" ] || { echo "bad list" >&2; exit 1; }\nprintf "gpu1\\ngpu2\\n"\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
-
-@pytest.mark.usefixtures("scontrol")
 def test_an_allocation_of_slurm() -> None:
     assert host_list(**BATCH) == HostList((Host("gpu1"), Host("gpu2")), "srun")
     assert host_list("-H", "a,b", **BATCH).transport == "ssh", "who names hosts is asked nothing"
     for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--node-rank", "1"]):
         assert parse(*flags, "train.py", **BATCH).host_list is None
-    assert parse("train.py", **{**BATCH, "SLURM_STEP_ID": "0"}).host_list is None, "a task that srun has started"
-    assert parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu1"}).host_list is None
-    with pytest.raises(UsageError, match=r"`scontrol show hostnames 'gpu\[9-\]'` failed \(bad list\); name the hosts"):
+    with pytest.raises(UsageError, match=r"SLURM's list of hosts 'gpu\[9-\]' cannot be read; .* with -H"):
         parse("train.py", **{**BATCH, "SLURM_JOB_NODELIST": "gpu[9-]"})
 
 
-def test_slurm_without_its_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match="scontrol is not on PATH; name the hosts with -H, or give --standalone"):
-        parse("train.py", **BATCH)
+def test_an_allocation_of_one_node() -> None:
+    """A batch script is on the node; a shell of salloc is on another machine."""
+    one = {**BATCH, "SLURM_JOB_NODELIST": "gpu1", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "4"}
+    spec = parse("train.py", **one)
+    assert (spec.host_list, spec.nproc_per_node) == (None, 4)
+    assert parse("--nproc-per-node", "8", "train.py", **one).nproc_per_node == 8
+    del one["SLURMD_NODENAME"]
+    assert host_list(**one) == HostList((Host("gpu1", 4),), "srun")
+
+
+def test_tasks_of_an_allocation_are_its_ranks() -> None:
+    tasks = {**BATCH, "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"}
+    assert host_list(**tasks).hosts == (Host("gpu1", 3), Host("gpu2", 1))
+    assert host_list("--nproc-per-node", "2", **tasks).hosts == (Host("gpu1"), Host("gpu2"))
+    assert host_list(**{**BATCH, "SLURM_TASKS_PER_NODE": "8(x2)"}).hosts == (Host("gpu1"), Host("gpu2"))
+
+
+def test_tasks_of_srun_are_one_run() -> None:
+    spec = parse("train.py", **TASK)
+    assert (spec.host_list, spec.nnodes, spec.node_rank, spec.nproc_per_node) == (None, (3, 3), 1, 1)
+    assert (spec.master_addr, spec.master_port, spec.run_id) == ("gpu1", 15220, "slurm-7.3")
+    environ = worker_environment({}, spec, Placement(1, 0, 1, 3, 1, 3), ("10.0.0.1", 5), 0, "x", "eth0")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    assert [environ[name] for name in names] == ["1", "3", "1", "2", "0", "2"], "as of one agent on each node"
+    for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "3", "--node-rank", "2"]):
+        assert parse(*flags, "train.py", **TASK).task is None
+    alone = {**TASK, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"}
+    assert parse("--nproc-per-node", "4", "train.py", **alone).nnodes == (1, 1)
+    for flags, sentence in (
+        (["--nproc-per-node", "2"], "several tasks on a node, and each is asked for 2 processes; leave out"),
+        (["-H", "a,b"], "srun has started 3 tasks, and each would start all hosts"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            parse(*flags, "train.py", **TASK)
+
+
+def test_one_task_on_each_node_starts_its_ranks() -> None:
+    each = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    spec = parse("--nproc-per-node", "8", "--master-addr", "ib0", "--master-port", "99", "train.py", **each)
+    assert (spec.nnodes, spec.node_rank, spec.nproc_per_node, spec.task_place) == ((2, 2), 1, 8, None)
+    assert (spec.master_addr, spec.master_port) == ("ib0", 99)
+
+
+def test_the_threads_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its share of the CPUs that the step has here, whether SLURM has bound it to them or not."""
+    place = Placement(0, 0, 0, 4, 4, 1)
+    for usable, given, threads in ((16, "16", "4"), (4, "16", "4"), (64, "8", "2"), (16, "2", "1"), (16, "", "4")):
+        monkeypatch.setattr(srun_step.cgroups, "usable_cores", lambda usable=usable: usable)
+        assert srun_step.thread_setting(place, {"SLURM_CPUS_ON_NODE": given}) == {"OMP_NUM_THREADS": threads}
+    assert srun_step.thread_setting(place, {"OMP_NUM_THREADS": "7"}) == {}
 
 
 # ---- what travels, and how

@@ -82,7 +82,7 @@ def run_node(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         directory = run_files.new_run_directory(Path(spec.log_dir), run_files.new_run_id())
         environment = {
             **{name: value for name, value in environ.items() if name != secret.VARIABLE},
-            **thread_setting(spec.nproc_per_node, environ, spec.cpus),
+            **_threads(spec, environ),
             **evidence_settings(spec, environ, directory),
             "PHALANX_RUN_DIR": str(directory),
         }
@@ -99,6 +99,14 @@ def run_node(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
         from phalanx.launch.agent.agent import Agent  # while the zygote imports torch
 
         return Agent(spec, environment, zygote, directory, route).run()
+
+
+def _threads(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    if spec.task_place is None or spec.cpus is not None:
+        return thread_setting(spec.nproc_per_node, environ, spec.cpus)
+    from phalanx.launch.spec import srun_step
+
+    return srun_step.thread_setting(spec.task_place, environ)
 
 
 def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:
@@ -137,6 +145,8 @@ def find_route(spec: LaunchSpec) -> Route | None:
         return None
     from phalanx.launch.spec import network
 
+    if spec.task is not None and spec.task.nnodes == 1:
+        return network.Route(ports.LOOPBACK, ports.LOOPBACK, "lo")
     is_static = spec.rdzv_backend == "static"
     if is_static and fewest != most:
         raise UsageError(

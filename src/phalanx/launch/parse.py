@@ -13,7 +13,15 @@ from phalanx import env, messages
 from phalanx.errors import UsageError
 from phalanx.launch import flags
 from phalanx.launch.spec import device_count
-from phalanx.launch.spec.launch_spec import LAST_CALL, MOST_PROCESSES, HostList, LaunchSpec, Program, ProgramKind
+from phalanx.launch.spec.launch_spec import (
+    LAST_CALL,
+    MOST_PROCESSES,
+    HostList,
+    LaunchSpec,
+    Placement,
+    Program,
+    ProgramKind,
+)
 from phalanx.system.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -44,6 +52,7 @@ def _parse(
 
 
 def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> LaunchSpec:
+    task = _srun_task(arguments, environ)
     host_list = _host_list(arguments, environ)
     is_here = host_list is None and not arguments.dry_run  # a table may be wanted where there are no GPUs
     gpus = None
@@ -54,6 +63,11 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(gpus)) if gpus else "1"
     virtual = bool(arguments.virtual_local_rank)
     nproc = device_count.process_count(asked, visible)
+    if task is not None and nproc > 1 and task.world_size > task.nnodes:
+        raise UsageError(
+            f"srun has started several tasks on a node, and each is asked for {nproc} processes; leave out "
+            "--nproc-per-node, so that each task is a rank, or start one task on each node (--ntasks-per-node=1)."
+        )
     nodes = _nodes(arguments.nnodes)
     known = nproc if nodes == (1, 1) else MOST_PROCESSES  # another node may have more processes than this one
     return LaunchSpec(
@@ -87,7 +101,17 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
             2: _texts(arguments.duplicate_stderr_filters),
         },
         host_list=host_list,
+        task=task,
     )
+
+
+def _srun_task(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Placement | None:
+    """This task of srun, if it is one among several that are to be one run."""
+    if "SLURM_PROCID" not in environ:
+        return None
+    from phalanx.launch.spec.srun_step import join_step
+
+    return join_step(arguments, environ)
 
 
 def _host_list(arguments: argparse.Namespace, environ: Mapping[str, str]) -> HostList | None:
@@ -100,8 +124,8 @@ def _host_list(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Hos
     host_list = find_hosts(arguments, environ)
     if host_list is None:
         return None
-    alone = host_list.hosts[0] if len(host_list.hosts) == 1 and is_here(host_list.hosts[0]) else None
-    if alone is not None:  # a plain run
+    alone = host_list.hosts[0] if len(host_list.hosts) == 1 else None
+    if alone is not None and (is_here(alone) or environ.get("SLURMD_NODENAME") == alone.name):  # a plain run
         arguments.nproc_per_node = str(alone.slots) if alone.slots else arguments.nproc_per_node
         return None
     arguments.nnodes = str(len(host_list.hosts))

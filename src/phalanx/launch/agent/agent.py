@@ -54,7 +54,7 @@ class Agent:
         self._spec, self._environ, self._zygote, self._directory = spec, dict(environ), zygote, directory
         self._interfaces = route.settings() if route is not None else {}
         self._console = Console()
-        self._agent_lines = AgentLines(self._console, spec.node_name)
+        self._agent_lines = AgentLines(self._console, spec.node_name, spec.shares_console)
         self._say = self._agent_lines.say
         self._record = RunRecord(directory, self._say)
         self._loop = EventLoop(spec.signals)

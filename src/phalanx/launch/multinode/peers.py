@@ -71,6 +71,7 @@ class Peers:
         # By its name: after a restart the master may have another address.
         self._endpoint = route.master if is_own(route.master) else spec.master_addr, spec.master_port
         self._is_elastic = spec.rdzv_backend == "c10d"
+        self._is_task = spec.task_place is not None
         self._nodes: tuple[NodeInfo, ...] | None = None
         self._attempt = self._agreed = 0
         self._printed_waiting = ""
@@ -82,7 +83,7 @@ class Peers:
         self.lost: dict[int, str] = {}
         """Nodes that are lost, and how that was noticed."""
         selector.register(self._channel, selectors.EVENT_READ, self._receive)
-        if secret.text() is None:
+        if secret.text() is None and not spec.shares_console:
             say(_TRUSTED)
 
     @property
@@ -118,6 +119,8 @@ class Peers:
         sizes = [info.nproc for info in self._nodes]
         share = f"{sizes[0]} on each" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
         ranks = f"{sum(sizes)} rank{'s' * (sum(sizes) > 1)}"
+        if self._is_task:
+            return f"{ranks}, one in each task of srun"
         nodes = f"{len(sizes)} node{'s' * (len(sizes) > 1)}"
         return f"{ranks} on {nodes} ({share}); this is node {self._own.node}"
 
@@ -157,9 +160,12 @@ class Peers:
         return [ending for _, found in sorted(known.items()) for ending in found] if is_settled() else endings
 
     def log_of(self, ending: Ending) -> str | None:
-        if self._nodes is None or ending.host == self._own.host:
+        everyone = placements([info.nproc for info in self._nodes or ()])
+        info = next((self._nodes[place.node] for place in everyone if self._nodes and place.rank == ending.rank), None)
+        if info is None or info.node == self._own.node:
             return None
-        return next((f"{info.host}:{info.directory}" for info in self._nodes if info.host == ending.host), None)
+        # srun can start several agents on a machine.
+        return info.directory if info.host == self._own.host else f"{info.host}:{info.directory}"
 
     def directory_label(self, directory: str) -> str:
         return f"{self._own.host}:{self._own.directory}"

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 class AgentLines:
     """Prints lines of the agent, or of the conductor."""
 
-    def __init__(self, console: Console, node: str | None = None) -> None:
-        """``node``: the name of this node if a conductor prints for it."""
-        self._console, self._node = console, node
+    def __init__(self, console: Console, node: str | None = None, shares_console: bool = False) -> None:
+        """``node``: the name of this node if a conductor prints for it; ``shares_console``: with another agent."""
+        self._console, self._node, self._shares_console = console, node, shares_console
         self._said: set[str] = set()
 
     def drained(self) -> None:
@@ -24,6 +24,8 @@ class AgentLines:
 
     def say(self, lines: Sequence[str], topic: Topic = "") -> None:
         """Prints the lines here, or has the conductor print them. ``topic``: see `wire_protocol.Lines`."""
+        if self._shares_console and topic in ("announce", "verdict"):
+            return  # the other agent prints the same
         text = "\n".join(lines)
         if self._node is None:
             data = f"phalanx: {text}\n".encode(errors="replace")

@@ -86,8 +86,9 @@ class _Conductor:
 
     def _start_all(self) -> None:
         if self._host_list.transport == "srun":
-            names = ", ".join(host.name for host in self._host_list.hosts)
-            self._print(f"SLURM gives {len(self._host_list.hosts)} nodes ({names}); starting on all of them with srun")
+            names = [host.name for host in self._host_list.hosts]
+            text = f"SLURM gives {len(names)} nodes ({', '.join(names)}); starting on all of them with srun"
+            self._print(text if len(names) > 1 else f"SLURM gives the node {names[0]}; starting there with srun")
         for node, transport in enumerate(self._transports):
             connection = HostConnection(node, transport, self._console, self._loop.resume_pipe, self._receive)
             self._connections.append(connection)

@@ -6,7 +6,6 @@ import argparse
 import re
 import shlex
 import socket
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def find_hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Hos
         hosts = read_hostfile(arguments.hostfile)
     else:
         hosts = _allocated(arguments, environ)
-        if len(hosts) < 2:
+        if not hosts:
             return None
         return HostList(hosts, "srun", _words(arguments.ssh), _names(arguments.export))
     _check_flags(arguments, len(hosts))
@@ -157,28 +156,15 @@ def is_here(host: Host) -> bool:
 
 
 def _allocated(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Host, ...]:
-    """Returns the hosts of the allocation around this command; none if a flag asks for this machine."""
+    """Returns the hosts of the allocation around this command; none if a flag asks for this machine.
+
+    Each has as many processes as the allocation has tasks there, unless a flag has another number.
+    """
     nodelist = environ.get("SLURM_JOB_NODELIST")
     asked = arguments.nnodes is not None or arguments.standalone or arguments.rdzv_endpoint or arguments.node_rank
     if not nodelist or asked or slurm.is_task(environ):
         return ()
-    return tuple(Host(name) for name in _expand(nodelist))
-
-
-def _expand(nodelist: str) -> list[str]:
-    """Expands ``gpu[01-03,7]`` and the like with SLURM's own tool."""
-    if not re.search(r"[\[,]", nodelist):
-        return [nodelist]
-    instead = "name the hosts with -H, or give --standalone to use this machine alone"
-    command = ["scontrol", "show", "hostnames", nodelist]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except FileNotFoundError:
-        raise UsageError(f"SLURM_JOB_NODELIST={nodelist}, but scontrol is not on PATH; {instead}.") from None
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"`{shlex.join(command)}` has not answered for 30 s; {instead}.") from None
-    names = done.stdout.split()
-    if done.returncode != 0 or not names:
-        reason = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UsageError(f"`{shlex.join(command)}` failed ({reason}); {instead}.")
-    return names
+    names, tasks = slurm.hosts(nodelist), slurm.allocated_tasks(environ)
+    if arguments.nproc_per_node is not None or arguments.devices is not None or len(tasks) != len(names):
+        return tuple(map(Host, names))
+    return tuple(map(Host, names, tasks))

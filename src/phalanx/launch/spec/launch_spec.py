@@ -64,6 +64,17 @@ class HostList(Record, frozen=True):
     """Variables that are forwarded, beside those of transports.py."""
 
 
+class Placement(Record, frozen=True):
+    """The numbers of one process among all; the names have torchrun's meaning."""
+
+    rank: int
+    local_rank: int
+    node: int
+    world_size: int
+    local_world_size: int
+    nnodes: int
+
+
 class LaunchSpec(Record, frozen=True):
     """One run, as asked for on the command line. The same on every node but for ``node_rank``."""
 
@@ -122,6 +133,18 @@ class LaunchSpec(Record, frozen=True):
     """The hosts that this command starts; None when it starts this node alone."""
     node_name: str | None = None
     """This node's name in the output, when one command has started all nodes."""
+    task: Placement | None = None
+    """The task of srun that this agent is: the tasks of a step are the nodes of this run."""
+
+    @property
+    def task_place(self) -> Placement | None:
+        """The place of the only rank here, if srun has started several tasks on a machine; else None."""
+        return self.task if self.task is not None and self.task.world_size > self.task.nnodes else None
+
+    @property
+    def shares_console(self) -> bool:
+        """The first task of srun prints for this one what all of them know."""
+        return self.task is not None and self.task.rank > 0
 
     def __post_init__(self) -> None:
         fewest, most = self.nnodes
@@ -147,17 +170,6 @@ class LaunchSpec(Record, frozen=True):
         ):
             if not 0 <= seconds <= _MOST_SECONDS or (allowed == "more than 0" and not seconds):  # nan is not either
                 raise UsageError(f"{flag} is {seconds:g}; give seconds, {allowed}.")
-
-
-class Placement(Record, frozen=True):
-    """The numbers of one process among all; the names have torchrun's meaning."""
-
-    rank: int
-    local_rank: int
-    node: int
-    world_size: int
-    local_world_size: int
-    nnodes: int
 
 
 def placements(local_sizes: Sequence[int]) -> list[Placement]:
@@ -202,6 +214,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Returns the environment of one worker: the launcher's own, torchrun's variables, and those of a `Route`."""
     address, port = master
+    place = spec.task_place or place
     environment = dict(base)
     environment |= {
         "RANK": str(place.rank),

@@ -107,6 +107,14 @@ def leads_here(name: str) -> bool:
         return False
 
 
+def leads_to_loopback(name: str) -> bool:
+    """Returns True for a name that this machine knows by addresses of its loopback interface alone."""
+    try:
+        return all(map(is_loopback, _addresses(name)))
+    except (socket.gaierror, UnicodeError):
+        return False
+
+
 def _addresses(host: str) -> list[str]:
     return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, socket.AF_UNSPEC, socket.SOCK_STREAM)]
 
