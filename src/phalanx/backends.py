@@ -2,7 +2,8 @@
 
 Under ``phalanx run`` a script on CPUs that asks for gloo, or for nothing, gets shm, which is many times as fast
 between the processes of one machine, and between machines sends less. ``--backend as-written`` leaves the script's own
-choice. Over several nodes all ranks vote, since something may be missing on one of them.
+choice. Over several nodes all ranks vote, since something may be missing on one of them. Under srun and mpirun, which
+set nothing of ours, `px.init` without a backend gets shm by such a vote; PHALANX_BACKEND=as-written is against it.
 
 torch keeps the name that the script gave to such a group, since programs branch on that name: torch answers as for
 gloo. `name_of` returns the real one.
@@ -15,9 +16,10 @@ import functools
 import importlib
 import inspect
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env, torch_compat
@@ -36,7 +38,11 @@ _TIMEOUT = 1800.0
 _KEEP = "(--backend as-written keeps gloo)"
 _TO_ABORT = 2.0
 """Seconds that a rank waits for the abort of its groups."""
+_FOREIGN = ("slurm", "openmpi")
+"""Launchers that set neither RANK nor PHALANX_BACKEND."""
 _installed = False
+_elected = False
+"""The world that is being formed gets shm instead of gloo, by a vote in `elected`."""
 
 
 def choose(asked: str | None, world_size: int | None = None, timeout: float = _TIMEOUT) -> str | None:
@@ -91,6 +97,36 @@ def _choose_together(asked: str | None, wants_shm: bool, timeout: float) -> str 
 def _objection(against: str | None, timeout: float) -> str | None:
     """The result of the vote; a process votes once, however many groups it forms."""
     return vote.objection("shm", against, timeout)
+
+
+@contextlib.contextmanager
+def elected(
+    asked: str | None, launcher: str, store: dist.Store, rank: int, size: int, timeout: float
+) -> Iterator[None]:
+    """Forms a group of all ranks within: under srun and mpirun they first vote on shm, in the store they share."""
+    global _elected
+    if launcher not in _FOREIGN or size == 1:
+        yield
+        return
+    from torch.distributed import PrefixStore
+
+    against = "it asks for a backend"
+    if asked is None:
+        keeps = env.backend_choice(os.environ) == "as-written" or _has_gpus()
+        against = "it keeps gloo, by PHALANX_BACKEND or for its GPU" if keeps else _why_not_here()
+    # A rank that is against votes too: the others wait for it.
+    against = f"rank {rank} (host {socket.gethostname()}): {against}" if against else None
+    reason = vote.vote(PrefixStore("phalanx/vote/shm", store), rank, size, against, timeout)
+    _elected = reason is None
+    if _elected:
+        install()
+    if asked is None and rank == 0 and not _has_gpus():
+        text = "shm, not gloo (PHALANX_BACKEND=as-written keeps gloo)" if _elected else f"gloo: {reason}"
+        notices.give(f"the backend is {text}")
+    try:
+        yield
+    finally:
+        _elected = False
 
 
 def settle(asked: str | None, device: torch.device, world_size: int, timeout: float) -> str:
@@ -213,6 +249,8 @@ def _becomes_shm(asked: str | None, arguments: Mapping[str, Any]) -> bool:
         return False
     if arguments["global_ranks_in_group"]:
         return getattr(dist.group.WORLD, "substitutes_gloo", False)  # as the world, so that all ranks agree
+    if _elected:
+        return True
     size, limit = arguments["group_size"], arguments.get("timeout")
     if size != env.integer(os.environ, "WORLD_SIZE"):  # a world of the script's own making may not be on one machine
         return False

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -108,10 +108,7 @@ def test_a_store_of_ones_own(run_ranks: RunRanks, tmp_path: Path) -> None:
 
 
 def test_slurm_and_mpi_variables(run_ranks: RunRanks) -> None:
-    step = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_ADDR": "localhost"}
-    step |= {"MASTER_PORT": str(free_port())}
-    tasks = [Part(env={"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), **step}) for rank in range(2)]
+    tasks = slurm_tasks(range(2), 77, MASTER_PORT=str(free_port()))
     assert together(run_ranks, *tasks)[0] == ["0 2 3 slurm", "1 2 3 slurm"]
     sizes = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     ranks = [
@@ -119,6 +116,50 @@ def test_slurm_and_mpi_variables(run_ranks: RunRanks) -> None:
         for rank in range(2)
     ]
     assert together(run_ranks, *ranks)[0] == ["0 2 3 openmpi", "1 2 3 openmpi"]
+
+
+def slurm_tasks(ranks: Sequence[int], job: int, **common: str) -> list[Part]:
+    step = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+    step |= {"SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_ADDR": "localhost", **common}
+    return [
+        Part({"timeout": 5.0}, env={"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), **step}) for rank in ranks
+    ]
+
+
+def test_another_job_on_the_same_port(run_ranks: RunRanks) -> None:
+    """Its first rank cannot serve there, and its others come to this job's store."""
+    common = {"MASTER_PORT": str(free_port())}
+    others = [task for job in (78, 79, 80) for task in slurm_tasks([1], job, **common)]
+    found, _ = together(run_ranks, *others, *slurm_tasks(range(2), 77, **common))
+    assert found[-2:] == ["0 2 3 slurm", "1 2 3 slurm"]
+    assert all("Error" in other for other in found[:-2])
+
+
+def find_backends(rank: int, parts: tuple[Part, ...], environ: dict[str, str]) -> tuple[str, str, str]:
+    """In a process of its own: the backend of the world, the name that torch gives it, and that of a later group."""
+    import torch.distributed as dist
+
+    from phalanx import backends
+
+    os.environ.clear()
+    os.environ.update({**environ, **parts[rank].env})
+    with px.init(**parts[rank].arguments) as world:
+        later = dist.new_group([0, 1])
+        assert isinstance(later, dist.ProcessGroup)
+        return world.backend, dist.get_backend(), backends.name_of(later)
+
+
+def test_tasks_of_slurm_get_shm(run_ranks: RunRanks) -> None:
+    """All or none of them: one that keeps gloo is enough; and a script's own choice stays."""
+    for change, expected in (
+        (Part(), ("shm", "gloo", "shm")),
+        (Part(env={"PHALANX_BACKEND": "as-written"}), ("gloo", "gloo", "gloo")),
+        (Part({"backend": "gloo"}), ("gloo", "gloo", "gloo")),
+    ):
+        tasks = slurm_tasks(range(2), 77, MASTER_PORT=str(free_port()))
+        tasks[1] = Part({**tasks[1].arguments, **change.arguments}, {**tasks[1].env, **change.env})
+        found = run_ranks(find_backends, 2, tuple(tasks), dict(os.environ), join_group=False)
+        assert found == [expected] * 2
 
 
 def test_torchrun_itself(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import socket
 from collections.abc import Callable, Collection
@@ -39,7 +40,8 @@ def own_address(store: dist.Store, nodes: Topology, hosts: Collection[str]) -> s
     towards = _address_towards(store)
     if interface:
         return _address_of(interface, towards)
-    for address in (towards, _address_of_host()):
+    others = (_address_to(host) for host in hosts if host != socket.gethostname())  # lazily: it asks for names
+    for address in itertools.chain((towards, _address_of_host()), others):
         if address and (len(set(hosts)) == 1 or not address.startswith("127.")):
             return address
     raise JoinError(
@@ -62,8 +64,13 @@ def _address_towards(store: dist.Store) -> str | None:
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
         return None
+    return _address_to(store.host, store.port)
+
+
+def _address_to(host: str, port: int = 9) -> str | None:
+    """Returns the own address of a packet to a host."""
     try:
-        family, kind, *_, target = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+        family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # sends nothing; the kernel only chooses the route
             return probe.getsockname()[0]
