@@ -1,0 +1,170 @@
+"""More of what happens on a cluster, under a real SLURM: steps and jobs beside each other, arrays, shells, containers.
+
+The small part runs in tests/faults/test_slurm.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster import slurm
+from tests.contact.conftest import FULL
+from tests.faults.test_slurm import PHALANX, PLACE, PYTHON, UNEVEN, places
+from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
+
+pytestmark = [*needs_slurm, pytest.mark.skipif(not FULL, reason="takes minutes: make contact")]
+
+RUN = f"{PYTHON} -m phalanx run"
+EVEN = ["0 4 0 2 0 2 node0 6.0", "1 4 1 2 0 2 node0 6.0", "2 4 0 2 1 2 node1 6.0", "3 4 1 2 1 2 node1 6.0"]
+"""Two ranks on each node."""
+PAIR = ["0 2 0 2 0 1 node0 1.0", "1 2 1 2 0 1 node0 1.0"]
+"""Two ranks on the first node."""
+LISTS = ("a", "a,b", "node[0-1]", "n[003-005,9],x", "rack[1-2]n[08-10]", "rack1-[2,4].lan,x", "a[1,3-4],b[7-8]c,d")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(PLACE)
+    return tmp_path
+
+
+def job(place: Path, *lines: str) -> Path:
+    script = place / "job.sh"
+    script.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    return script
+
+
+def test_lists_of_hosts(cluster: SlurmCluster) -> None:
+    """SLURM's lists of hosts are read as `scontrol show hostnames` reads them."""
+    for text in LISTS:
+        assert slurm.hosts(text) == cluster.control("scontrol", "show", "hostnames", text).split()
+
+
+def test_one_agent_on_each_node(cluster: SlurmCluster, place: Path) -> None:
+    """`srun -N2 phalanx run --nproc-per-node 2`, as one starts torchrun, without any address."""
+    code, out, err = cluster.run(place, "srun", "-N2", *PHALANX, "--nproc-per-node", "2", "train.py")
+    assert code == 0, err
+    assert places(out) == [f"{each} shm torchrun" for each in EVEN]
+
+
+def test_torchruns_flags_under_srun(cluster: SlurmCluster, place: Path) -> None:
+    """The flags that people give to torchrun under srun mean the same."""
+    static = f"{RUN} --nnodes 2 --node-rank $SLURM_NODEID --master-addr 10.77.0.1 --master-port 29511 train.py"
+    elastic = f"{RUN} --nnodes 2 --rdzv-backend c10d --rdzv-endpoint 10.77.0.1:29512 --rdzv-id $SLURM_JOB_ID train.py"
+    for command in (static, elastic):
+        code, out, err = cluster.run(place, "srun", "-N2", "bash", "-c", command)
+        assert code == 0, err
+        assert [each.split()[:2] for each in places(out)] == [["0", "2"], ["1", "2"]]
+
+
+def test_each_task_alone(cluster: SlurmCluster, place: Path) -> None:
+    """`srun -n2 phalanx run --standalone` is two runs."""
+    code, out, err = cluster.run(place, "srun", "-n2", *PHALANX, "--standalone", "train.py")
+    assert code == 0, err
+    assert places(out) == ["0 1 0 1 0 1 node0 0.0 shm torchrun"] * 2
+
+
+def test_salloc_of_one_node(cluster: SlurmCluster, place: Path) -> None:
+    """`phalanx run` in a shell of salloc, which is on the login node, starts on the node of the job."""
+    code, out, err = cluster.run(place, "salloc", "-n2", *PHALANX, "train.py")
+    assert code == 0, err
+    assert places(out) == [f"{each} shm torchrun" for each in PAIR]
+    assert "phalanx: SLURM gives the node node0; starting there with srun\n" in err
+
+
+def test_a_batch_script_fails(cluster: SlurmCluster, place: Path) -> None:
+    """A rank's exit code is the job's, and the cause is told once; --nproc-per-node beats SLURM's tasks."""
+    script = job(place, f"exec {RUN} --nproc-per-node 2 train.py 3")
+    number = cluster.submit(script, "-N2", "--ntasks-per-node=1")
+    assert cluster.wait(number) == "FAILED"
+    err = (place / f"{number}.err").read_text()
+    assert cluster.show(number)["ExitCode"] == "7:0", err
+    assert places((place / f"{number}.out").read_text()) == [f"{each} shm torchrun" for each in EVEN]
+    assert err.count("rank 3 failed: sys.exit(7)") == 1
+
+
+def test_an_exclusive_job_has_one_rank_a_node(cluster: SlurmCluster, place: Path) -> None:
+    """With --exclusive and no number of tasks SLURM's variable counts CPUs, which nobody has asked for."""
+    number = cluster.submit(job(place, f"exec {RUN} train.py"), "-N2", "--exclusive")
+    assert cluster.wait(number) == "COMPLETED", (place / f"{number}.err").read_text()
+    assert len(places((place / f"{number}.out").read_text())) == 2
+
+
+def test_an_array_of_jobs(cluster: SlurmCluster, place: Path) -> None:
+    """The jobs of an array run at once on one node, each in a world of its own."""
+    script = job(place, "srun " + PYTHON + " train.py", f"exec {RUN} train.py")
+    array = cluster.submit(script, "--array=0-1", "-n2", "-w", "node0", "--output=array-%a.out")
+    for task in range(2):
+        assert cluster.wait(f"{array}_{task}") == "COMPLETED"
+        found = places((place / f"array-{task}.out").read_text())
+        assert found == sorted(f"{each} shm {kind}" for each in PAIR for kind in ("slurm", "torchrun"))
+
+
+def test_steps_at_once(cluster: SlurmCluster, place: Path) -> None:
+    """Steps of one job at once on the same nodes do not meet each other."""
+    step = f"srun --overlap -N2 -n3 {PYTHON} train.py"
+    tasks = f"srun --overlap -N2 -n3 {RUN} train.py"
+    script = job(
+        place, *(f"{command} > {name} &" for name, command in (("a", step), ("b", step), ("c", tasks))), "wait"
+    )
+    number = cluster.submit(script, "-N2", "-n3")
+    assert cluster.wait(number) == "COMPLETED", (place / f"{number}.err").read_text()
+    for name, kind in (("a", "slurm"), ("b", "slurm"), ("c", "torchrun")):
+        assert places((place / name).read_text()) == [f"{each} shm {kind}" for each in UNEVEN]
+
+
+def test_a_shell_with_a_terminal(cluster: SlurmCluster, place: Path) -> None:
+    """In a shell of `srun --pty`, python is alone, `phalanx run` starts on all nodes, and srun starts tasks."""
+    words = f"{PYTHON} train.py; {RUN} train.py; srun --overlap -n2 {PYTHON} train.py"
+    (place / "typed").write_text(f"{words}; exit\n")
+    command = "sleep 30 | cat typed - | script -qec 'srun -N2 --pty bash' /dev/null"
+    _, out, _ = cluster.run(place, "bash", "-c", command)
+    found = [each.rstrip("\r").split() for each in places(out)]
+    kinds = [
+        ("single", "0", "1"),
+        ("slurm", "0", "2"),
+        ("slurm", "1", "2"),
+        ("torchrun", "0", "2"),
+        ("torchrun", "1", "2"),
+    ]
+    assert sorted((each[-1], each[0], each[1]) for each in found) == kinds, out
+
+
+def test_without_slurms_programs(cluster: SlurmCluster, place: Path) -> None:
+    """In a container there are SLURM's variables, and neither srun nor scontrol."""
+    (place / "bin").mkdir()
+    for name in ("sh", "env", "uname"):
+        (place / "bin" / name).symlink_to(str(shutil.which(name)))
+    inside = f"env PATH={place}/bin {RUN} train.py"
+    code, out, err = cluster.run(place, "srun", "-N2", "sh", "-c", inside)
+    assert code == 0, err
+    assert [each.split()[:2] for each in places(out)] == [["0", "2"], ["1", "2"]]
+    code, _, err = cluster.run(place, "salloc", "-N2", "sh", "-c", inside)
+    assert code != 0
+    assert "phalanx: srun could not be started: No such file or directory" in err
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI: install openmpi-bin")
+def test_mpirun(cluster: SlurmCluster, place: Path) -> None:
+    """mpirun starts its daemons with srun, and its ranks are mpirun's; on one machine they get shm."""
+    flags = "--allow-run-as-root --oversubscribe -x MASTER_ADDR=10.77.0.1 -x MASTER_PORT=29513"
+    script = job(place, f"mpirun {flags} -n 4 {PYTHON} train.py")
+    number = cluster.submit(script, "-N2", "--ntasks-per-node=2")
+    assert cluster.wait(number) == "COMPLETED", (place / f"{number}.err").read_text()
+    assert places((place / f"{number}.out").read_text()) == [f"{each} shm openmpi" for each in EVEN]
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True)
+    assert len(re.findall("1.0 shm openmpi", done.stdout)) == 2

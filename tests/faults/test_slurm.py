@@ -1,0 +1,93 @@
+"""What users type on a cluster, under a real SLURM on two virtual nodes; tests/contact/test_slurm.py has more of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
+
+pytestmark = needs_slurm
+
+PLACE = """
+import os, sys, torch, torch.distributed as dist, phalanx as px
+with px.init() as world:
+    total = torch.tensor([float(world.rank)])
+    dist.all_reduce(total)
+    own = [world.rank, world.size, world.local_rank, world.local_size, world.node, world.nodes, os.uname().nodename]
+    print("place", *own, total.item(), world.backend, world.launcher, flush=True)
+    if sys.argv[1:] == [str(world.rank)]:
+        sys.exit(7)
+    dist.barrier()
+"""
+PYTHON = sys.executable
+PHALANX = (PYTHON, "-m", "phalanx", "run")
+UNEVEN = ["0 3 0 2 0 2 node0 3.0", "1 3 1 2 0 2 node0 3.0", "2 3 0 1 1 2 node1 3.0"]
+"""Three ranks, two of them on the first node."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(PLACE)
+    return tmp_path
+
+
+def places(out: str) -> list[str]:
+    return sorted(re.findall(r"place (.*)", out))
+
+
+def test_srun_python_in_salloc(cluster: SlurmCluster, place: Path) -> None:
+    """The job of salloc is called `interactive`, and its tasks are no shells. They get shm."""
+    code, out, err = cluster.run(place, "salloc", "-N2", "-n3", "srun", PYTHON, "train.py")
+    assert code == 0, err
+    assert places(out) == [f"{each} shm slurm" for each in UNEVEN]
+    assert err.count("phalanx: the backend is shm, not gloo (PHALANX_BACKEND=as-written keeps gloo)") == 1
+
+
+def test_srun_phalanx_run(cluster: SlurmCluster, place: Path) -> None:
+    """The tasks are the ranks of one world; what all of them know is printed once."""
+    code, _, err = cluster.run(place, "srun", "-n2", *PHALANX, "--nproc-per-node", "2", "train.py")
+    assert code == 2
+    assert "srun has started several tasks on a node, and each is asked for 2 processes; leave out" in err
+    code, out, err = cluster.run(place, "srun", "-N2", "-n3", *PHALANX, "train.py", "1")
+    assert code == 7, err
+    assert places(out) == [f"{each} shm torchrun" for each in UNEVEN]
+    assert err.count("phalanx: 3 ranks, one in each task of srun\n") == 1
+    assert err.count("rank 1 failed: sys.exit(7)") == 1
+    (log,) = re.findall(r"traceback and output: (.*)", err)
+    assert "place 1 3" in (place / log).read_text(), "the log of another task on this node"
+
+
+def test_the_example(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """Two tasks on each node are two ranks on each node, although no flag says so."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "phalanx").write_text(f'#!/bin/sh\nexec {PYTHON} -m phalanx "$@"\n')
+    (bin_ / "phalanx").chmod(0o755)
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    code, out, err = cluster.run(
+        tmp_path,
+        *("sbatch", "--parsable", "examples/slurm/train.sbatch", "--epochs", "1"),
+        env={"PATH": f"{bin_}:{os.environ['PATH']}"},
+    )
+    assert code == 0, err
+    job = out.strip()
+    state = cluster.wait(job)
+    log = (tmp_path / f"digits-{job}.log").read_text()
+    assert state == "COMPLETED", log
+    assert "phalanx: SLURM gives 2 nodes (node0, node1); starting on all of them with srun\n" in log
+    assert "phalanx: 4 ranks on 2 hosts: node0 0-1, node1 2-3\n" in log
+    assert re.search(r"replicas +equal", log), log
+    assert list((tmp_path / f"checkpoints/digits-{job}").iterdir())
