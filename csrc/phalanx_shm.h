@@ -58,7 +58,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PHX_VERSION 4
+#define PHX_VERSION 5
 #define PHX_MAX_RANKS 256
 #define PHX_LINE 64
 
@@ -276,5 +276,10 @@ PHX_API int phx_use_instructions(const char *name);
 
 /* Whether numbers of this type can be reduced so. */
 PHX_API int phx_can_reduce(uint32_t dtype, uint32_t reduce);
+
+/* In a helper process of a rank: SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 do what they do by default only when a process of
+ * its own session has sent them, else nothing. One that is handled or ignored already stays as it is. In a worker of a
+ * DataLoader, none does, SIGTERM ends it with exit code 0, and SIGINT does nothing. 0, or -1 when that failed. */
+PHX_API int phx_obey_own_session(int loader_worker);
 
 #endif

@@ -13,7 +13,7 @@ LIBRARY = Path(__file__).with_name("libphalanx_shm.so")
 WHY_NOT = Path(__file__).with_name("not_built.txt")
 """Written by setup.py when there was no compiler, or it failed: a line with the reason, then the compiler's output."""
 
-VERSION = 4
+VERSION = 5
 MAX_RANKS = 256
 
 OK, INTERRUPTED, FAILED = range(3)
@@ -150,6 +150,7 @@ _PROTOTYPES = {
     "phx_instructions": (c_char_p, []),
     "phx_use_instructions": (c_int, [c_char_p]),
     "phx_can_reduce": (c_int, [c_uint32, c_uint32]),
+    "phx_obey_own_session": (c_int, [c_int]),
 }
 
 

@@ -31,6 +31,21 @@ WORKER = Name(
     "Its file identifies the stack of a loader's worker.",
     "Reports on a rank that waits for its loader do not show what the workers do.",
 )
+WORKER_LOOP = Replaced(
+    "torch.utils.data._utils.worker:_worker_loop",
+    "A loader's worker ignores the signals of a scheduler: its rank decides when it ends.",
+    "A signal to every process of a run kills the loaders' workers, and torch raises that in the rank while it saves.",
+)
+START_WORKERS = Replaced(
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
+    "Signals are blocked while the workers start.",
+    "A signal to every process of a run kills loaders' workers that are just starting.",
+)
+SET_WORKER_SIGNALS = Replaced(
+    "torch.utils.data._utils.signal_handling:_set_worker_signal_handlers",
+    "The worker's own handlers are installed after torch's.",
+    "A signal to every process of a run kills the loaders' workers.",
+)
 WORKER_FILE = WORKER.path.replace(".", "/") + ".py"
 _HANDLER_FILE = SIGNAL_HANDLER.path.replace(".", "/") + ".py"
 

@@ -21,6 +21,7 @@ def install() -> None:
     importlib.import_module("phalanx.backends").install()
     importlib.import_module("phalanx.store.tcp_store").install()
     importlib.import_module("phalanx.recorder").install()
+    importlib.import_module("phalanx.preemption.loader_workers").install()
     for name in (dynamo.PRELOADED, dataloader.WORKER, dataloader.SIGNAL_HANDLER):
         name.get()  # processes without torch use these names: a missing one is reported here
 
