@@ -1,0 +1,228 @@
+"""The agents' side of a stop: they find a step that no rank has passed, and all ranks stop there.
+
+The agent of the node that decides asks all nodes for the clocks of their ranks, proposes a step a little later, and
+commits it when every rank has voted yes; otherwise it proposes one that is later still. A rank that has ended counts as
+yes. Where ranks stay silent, all are released: then signals are delivered at once, as without an agreement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from phalanx import messages
+from phalanx.errors import ForeignData
+from phalanx.messages import Count, Record, Text
+from phalanx.preemption import words
+from phalanx.preemption.words import RankWords
+from phalanx.watchdog.exchange import Exchange
+
+_FIRST_MARGIN = 2
+State = Literal["voting", "committed", "stopped", "released"]
+
+
+class Clocks(Record, frozen=True, tag=True):
+    """The latest stop points of one node's ranks."""
+
+    collectives: Count
+    stop_points: Count
+    stands_still: bool
+    can_agree: bool
+    """All its ranks train, and handle the signal or ask px.stop."""
+
+
+class Request(Record, frozen=True, tag=True):
+    """The ranks are to stop: the other nodes send their clocks."""
+
+    signal: Count
+    reason: Text
+
+
+class Proposal(Record, frozen=True, tag=True):
+    epoch: Count
+    step: Count
+    clock: Count
+    signal: Count
+    reason: Text
+
+
+class Votes(Record, frozen=True, tag=True):
+    """The votes of one node's ranks, once all are in, with their clocks."""
+
+    epoch: Count
+    are_yes: bool
+    clocks: Clocks
+
+
+class Commit(Record, frozen=True, tag=True):
+    epoch: Count
+
+
+class Release(Record, frozen=True, tag=True):
+    """No step was found in time."""
+
+
+Message = Clocks | Request | Proposal | Votes | Commit | Release
+
+
+class NodeVotes:
+    """The ranks of this node, by the words in their status pages."""
+
+    def __init__(self, directory: Path, ranks: Iterable[int], has_ended: Callable[[int], bool]) -> None:
+        self._has_ended = has_ended
+        self._ranks: dict[int, RankWords | None] = {}
+        for rank in ranks:
+            try:
+                self._ranks[rank] = RankWords(directory, rank)
+            except (OSError, ValueError):
+                self._ranks[rank] = None
+
+    def _living(self) -> list[RankWords]:
+        return [page for rank, page in self._ranks.items() if page is not None and not self._has_ended(rank)]
+
+    def clocks(self, signal: int) -> Clocks:
+        living = self._living()
+        has_pages = all(page is not None or self._has_ended(rank) for rank, page in self._ranks.items())
+        return Clocks(
+            collectives=max((page[words.CLOCKS[words.COLLECTIVES]] for page in living), default=0),
+            stop_points=max((page[words.CLOCKS[words.STOP_POINTS]] for page in living), default=0),
+            stands_still=any(page[words.STANDS_STILL] for page in living),
+            can_agree=has_pages
+            and all(page[words.CLOCKS[words.STOP_POINTS]] and page.stops_by(signal) for page in living),
+        )
+
+    def propose(self, proposal: Proposal) -> None:
+        for page in self._living():
+            page[words.STEP], page[words.CLOCK], page[words.SIGNAL] = proposal.step, proposal.clock, proposal.signal
+            page.write_reason(proposal.reason)
+            page[words.EPOCH] = proposal.epoch
+
+    def votes(self, epoch: int) -> bool | None:
+        """Whether all have voted yes; None as long as some have not voted."""
+        votes = [page[words.VOTE] for page in self._living()]
+        return all(vote & 1 for vote in votes) if all(vote >> 1 == epoch for vote in votes) else None
+
+    def commit(self, epoch: int) -> None:
+        for page in self._living():
+            page[words.COMMITTED] = epoch
+
+    def have_stopped(self, epoch: int) -> bool:
+        return all(page[words.DELIVERED] == epoch for page in self._living())
+
+    def release(self, epoch: int) -> None:
+        for page in self._living():
+            page[words.RELEASED] = 1
+            page[words.EPOCH] = epoch
+
+    def close(self) -> None:
+        for page in self._ranks.values():
+            if page is not None:
+                page.close()
+
+
+class Agreement:
+    """One stop, on one node. `turn` is to be called often until `state` is stopped or released."""
+
+    def __init__(self, votes: NodeVotes, exchange: Exchange, signal: int, reason: str, limit: float) -> None:
+        """``limit``: seconds to find a step, and again for the ranks to come to it."""
+        self._votes, self._exchange, self._limit = votes, exchange, limit
+        self._signal, self._reason = signal, reason
+        self.state: State = "voting"
+        self.why_released = ""
+        self._until = time.monotonic() + limit
+        self._epoch, self._margin = 0, _FIRST_MARGIN
+        self._clocks: dict[int, Clocks] = {}
+        self._others_votes: dict[int, bool] = {}
+        self._has_voted = False
+        exchange.receivers["stop"] = self._receive
+        if exchange.is_judge:
+            self._publish(Request(signal, reason))
+        else:
+            self._publish(votes.clocks(signal))
+
+    def turn(self) -> None:
+        if self.state == "voting":
+            self._vote()
+        elif self.state == "committed":
+            if self._votes.have_stopped(self._epoch):
+                self.state = "stopped"
+            elif time.monotonic() > self._until:
+                self._release(f"a rank has not come to the agreed step within {self._limit:g} s")
+
+    def close(self) -> None:
+        self._exchange.receivers.pop("stop", None)
+        self._votes.close()
+
+    def _vote(self) -> None:
+        if time.monotonic() > self._until:
+            self._publish(Release())
+            self._release(f"the ranks have not agreed on a step within {self._limit:g} s")
+        elif not self._exchange.is_judge:
+            if self._epoch and not self._has_voted and (own := self._votes.votes(self._epoch)) is not None:
+                self._has_voted = True
+                self._publish(Votes(self._epoch, own, self._votes.clocks(self._signal)))
+        elif self._epoch == 0:
+            if all(node in self._clocks for node in self._exchange.others):
+                self._propose()
+        else:
+            own = self._votes.votes(self._epoch)
+            votes = [own, *(self._others_votes.get(node) for node in self._exchange.others)]
+            if all(votes):
+                self._publish(Commit(self._epoch))
+                self._commit()
+            elif None not in votes:
+                self._margin *= 2
+                self._propose()
+
+    def _propose(self) -> None:
+        """The deciding node proposes a step."""
+        clocks = [self._votes.clocks(self._signal), *(self._clocks[node] for node in self._exchange.others)]
+        if not all(each.can_agree for each in clocks):
+            self._publish(Release())
+            self._release("")
+            return
+        is_still = any(each.stands_still for each in clocks)
+        latest = max(each.stop_points if is_still else each.collectives for each in clocks)
+        clock = words.STOP_POINTS if is_still else words.COLLECTIVES
+        proposal = Proposal(self._epoch + 1, latest + self._margin, clock, self._signal, self._reason)
+        self._others_votes.clear()
+        self._publish(proposal)
+        self._take(proposal)
+
+    def _take(self, proposal: Proposal) -> None:
+        self._epoch, self._has_voted = proposal.epoch, False
+        self._votes.propose(proposal)
+
+    def _commit(self) -> None:
+        self._votes.commit(self._epoch)
+        self.state, self._until = "committed", time.monotonic() + self._limit
+
+    def _release(self, why: str) -> None:
+        """``why``: empty if the ranks do not train, or do not handle the signal."""
+        self._votes.release(self._epoch + 1)
+        self.state, self.why_released = "released", why
+
+    def _publish(self, message: Message) -> None:
+        self._exchange.publish("stop", messages.encode(message), self._exchange.is_judge)
+
+    def _receive(self, node: int, body: bytes) -> None:
+        try:
+            message = messages.decode(body, Message, f"node {node}")
+        except ForeignData:
+            return  # of another version, or damaged: the limit decides
+        is_judge, from_judge = self._exchange.is_judge, node == self._exchange.judge
+        match message:
+            case Clocks() if is_judge:
+                self._clocks[node] = message
+            case Votes() if is_judge and message.epoch == self._epoch:
+                self._others_votes[node], self._clocks[node] = message.are_yes, message.clocks
+            case Proposal() if from_judge and self.state == "voting":
+                self._take(message)
+            case Commit() if from_judge and self.state == "voting" and message.epoch == self._epoch:
+                self._commit()
+            case Release() if self.state == "voting":
+                self._release("another node has not agreed on a step in time")
+            case _:
+                pass  # too late

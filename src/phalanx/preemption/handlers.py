@@ -1,0 +1,116 @@
+"""The script's signal handlers, called at the step that all ranks have agreed on.
+
+A signal that asks a run to stop reaches its ranks at different moments; handlers that save together would wait for each
+other at different steps. So once a rank trains, a handler of the script is not called when the signal comes: the rank
+reports the signal to its agent, and calls the handler at the agreed step. Before the first step, and without an agent, a
+handler is called at once. `signal.signal` and `signal.getsignal` show the script its own handlers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any]
+
+STOPS = (signal.SIGTERM, signal.SIGINT)
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+_plain_signal, _plain_getsignal = signal.signal, signal.getsignal
+
+
+class SignalHandlers:
+    """The handlers of this process's script.
+
+    Args:
+        withhold: called with a signal that has come; returns whether it is to be delivered later.
+        changed: called when the script handles other signals than before.
+    """
+
+    def __init__(self, withhold: Callable[[int], bool], changed: Callable[[], None]) -> None:
+        self._withhold, self._changed = withhold, changed
+        self._pid = os.getpid()
+        self._handlers: dict[int, Handler] = {}
+        self._delivered: set[int] = set()
+        self._catches_stops = False
+
+    def install(self) -> None:
+        """Replaces `signal.signal` and `signal.getsignal`. A notice without a handler no longer ends the process."""
+
+        @functools.wraps(_plain_signal)
+        def set_handler(number: int, handler: Any) -> Any:
+            if os.getpid() != self._pid or number not in (*STOPS, *NOTICES):
+                return _plain_signal(number, handler)
+            before = get_handler(number)
+            if callable(handler) and handler is not signal.default_int_handler:
+                _plain_signal(number, self._on_signal)
+                self._handlers[number] = handler
+            else:
+                _plain_signal(
+                    number, self._on_signal if handler == _default(number) and self._is_ours(number) else handler
+                )
+                self._handlers.pop(number, None)
+            self._changed()
+            return before
+
+        @functools.wraps(_plain_getsignal)
+        def get_handler(number: int) -> Any:
+            handler = _plain_getsignal(number)
+            return self._handlers.get(number, _default(number)) if handler == self._on_signal else handler
+
+        for number in NOTICES:
+            if _plain_getsignal(number) == signal.SIG_DFL:
+                _plain_signal(number, self._on_signal)
+        signal.signal, signal.getsignal = set_handler, get_handler  # type: ignore[assignment]
+        os.register_at_fork(after_in_child=self._forget_ours)
+
+    def _forget_ours(self) -> None:
+        """In a process that the rank has forked: what the script does not handle does what it always does."""
+        for number in (*STOPS, *NOTICES):
+            if _plain_getsignal(number) == self._on_signal and number not in self._handlers:
+                _plain_signal(number, _default(number))
+
+    def catch_stops(self) -> None:
+        """From now on SIGTERM and Ctrl-C are reported too, where the script has no handler of its own."""
+        self._catches_stops = True
+        for number in STOPS:
+            if _plain_getsignal(number) == _default(number):
+                _plain_signal(number, self._on_signal)
+
+    def handled(self) -> list[int]:
+        return list(self._handlers)
+
+    def has(self, number: int) -> bool:
+        return number in self._handlers
+
+    def deliver(self, number: int) -> None:
+        """Calls the script's handler, if there is one; for SIGTERM once in a process."""
+        handler = self._handlers.get(number)
+        if handler is not None and not (number == signal.SIGTERM and number in self._delivered):
+            self._delivered.add(number)
+            handler(number, sys._getframe(2))
+
+    def _is_ours(self, number: int) -> bool:
+        """Whether a signal that the script does not handle is reported to the agent."""
+        return number in NOTICES or self._catches_stops
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Calls the script's handler, now or later."""
+        if os.getpid() == self._pid:
+            if number == signal.SIGTERM and number in self._delivered:
+                return
+            if self._withhold(number):
+                return
+            self._delivered.add(number)
+        handler = self._handlers.get(number)
+        if handler is not None:
+            handler(number, frame)
+
+
+def _default(number: int) -> Any:
+    """What Python does on a signal by itself."""
+    return signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
