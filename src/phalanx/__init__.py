@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.errors import PhalanxError
     from phalanx.launch.spawn import spawn
     from phalanx.parallel.wrap import data_parallel
+    from phalanx.preemption.stop import stop
     from phalanx.train.accumulate import accumulate
     from phalanx.train.metrics import Max, Mean, Min, Sum, compute_metrics
     from phalanx.train.precision import autocast
@@ -33,6 +34,7 @@ _HOMES = {
     "errors": ("PhalanxError",),
     "launch.spawn": ("spawn",),
     "parallel.wrap": ("data_parallel",),
+    "preemption.stop": ("stop",),
     "train.accumulate": ("accumulate",),
     "train.metrics": ("Max", "Mean", "Min", "Sum", "compute_metrics"),
     "train.precision": ("autocast",),
@@ -64,6 +66,7 @@ __all__ = [
     "rank_zero_first",
     "shard",
     "spawn",
+    "stop",
     "track",
 ]
 

@@ -90,3 +90,48 @@ def test_every_process_is_signalled_and_the_ranks_save(method: str, script, tmp_
     signal_all(list(reversed(run.every)))
     code, saved, err = run.end()
     assert (code, saved) == (143, [0, 1]), err
+
+
+TRAINS = """
+import os, random, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+
+how = sys.argv[1]
+dist.init_process_group(sys.argv[2])
+rank = dist.get_rank()
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+flag = []
+if how == "handler":
+    signal.signal(signal.SIGTERM, lambda number, frame: flag.append(number))
+    assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"
+    stopped = lambda: flag
+else:
+    import phalanx as px
+    stopped = lambda: px.stop.requested
+for step in range(100_000):
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    if stopped():
+        break
+    optimizer.zero_grad()
+    if step == 5:
+        open(f"ready-{rank}", "w").write(str(os.getpid()))
+    time.sleep(random.random() * 0.02)
+dist.barrier()
+open(f"saved-{rank}", "w").write(f"{step} {px.stop.reason if how != 'handler' else flag}")
+"""
+
+
+@pytest.mark.parametrize("how", ["handler", "px.stop"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_all_ranks_stop_at_the_same_step(how: str, backend: str, script, tmp_path: Path) -> None:
+    flags = ("--backend", "as-written") if backend == "gloo" else ()
+    run = Run(tmp_path, script(TRAINS), how, "gloo", flags=flags)
+    signal_all(list(reversed(run.every)))
+    code, saved, err = run.end()
+    assert (code, saved) == (143, [0, 1]), err
+    texts = [(tmp_path / f"saved-{rank}").read_text() for rank in saved]
+    assert texts[0] == texts[1], err
+    assert texts[0].endswith("[15]" if how == "handler" else "SIGTERM")

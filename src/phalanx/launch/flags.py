@@ -88,7 +88,13 @@ TABLE: dict[str, tuple[Flag, ...]] = {
     ),
     "when something goes wrong": (
         Flag("--max-restarts", "start all ranks again after a failure, at most N times", "N", 0, int),
-        Flag("--shutdown-timeout", "seconds from asking ranks to end to killing them (default 10)", "S", 10.0, float),
+        Flag(
+            "--shutdown-timeout",
+            "seconds from asking ranks to end to killing them (default 10; the scheduler's)",
+            "S",
+            None,
+            float,
+        ),
         Flag("--stall-after", "report why after S seconds without progress (default 30; 0: never)", "S", 30.0, float),
         Flag(
             "--on-stall",

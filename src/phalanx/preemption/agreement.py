@@ -136,11 +136,8 @@ class Agreement:
         self._clocks: dict[int, Clocks] = {}
         self._others_votes: dict[int, bool] = {}
         self._has_voted = False
-        exchange.receivers["stop"] = self._receive
-        if exchange.is_judge:
-            self._publish(Request(signal, reason))
-        else:
-            self._publish(votes.clocks(signal))
+        exchange.receivers["stop"] = self.receive
+        self._publish(Request(signal, reason))  # to the deciding node; that one sends it to all
 
     def turn(self) -> None:
         if self.state == "voting":
@@ -207,13 +204,15 @@ class Agreement:
     def _publish(self, message: Message) -> None:
         self._exchange.publish("stop", messages.encode(message), self._exchange.is_judge)
 
-    def _receive(self, node: int, body: bytes) -> None:
+    def receive(self, node: int, body: bytes) -> None:
         try:
             message = messages.decode(body, Message, f"node {node}")
         except ForeignData:
             return  # of another version, or damaged: the limit decides
         is_judge, from_judge = self._exchange.is_judge, node == self._exchange.judge
         match message:
+            case Request() if from_judge:
+                self._publish(self._votes.clocks(self._signal))
             case Clocks() if is_judge:
                 self._clocks[node] = message
             case Votes() if is_judge and message.epoch == self._epoch:
@@ -226,3 +225,9 @@ class Agreement:
                 self._release("another node has not agreed on a step in time")
             case _:
                 pass  # too late
+
+
+def requested(node: int, body: bytes) -> Request | None:
+    """Returns the request of another node, if the message is one."""
+    message = messages.decode(body, Message, f"node {node}")
+    return message if isinstance(message, Request) else None

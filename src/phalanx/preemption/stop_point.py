@@ -31,8 +31,6 @@ class StopPoints:
         self._memory, self._words = memory, memoryview(memory).cast("Q")
         self._report = report
         self._pid, self._thread = os.getpid(), get_ident()
-        self.collectives: Callable[[], int] = lambda: 0
-        """Returns how many collectives the world has called."""
         self._passed = (0, 0)
         """Both clocks at the last stop point."""
         self._stood_still = 0
@@ -59,11 +57,11 @@ class StopPoints:
         if not self._report(0, reason):
             self.reason = self.reason or reason
 
-    def passed(self) -> None:
-        """To be called after every step of an optimizer."""
+    def passed(self, collectives: int) -> None:
+        """To be called after every step of an optimizer. ``collectives``: those of the world so far."""
         if get_ident() != self._thread or os.getpid() != self._pid:
             return
-        page, before, collectives = self._words, self._passed, self.collectives()
+        page, before = self._words, self._passed
         self._passed = collectives, before[1] + 1
         page[words.CLOCKS[0]], page[words.CLOCKS[1]] = self._passed
         if collectives != before[0]:
@@ -141,14 +139,3 @@ def begin(memory: mmap.mmap, report: Callable[[int, str], bool]) -> StopPoints:
 
 def current() -> StopPoints | None:
     return _current
-
-
-def world_collectives() -> int:
-    """Returns how many collectives the group of all ranks has called; 0 where nobody counts them."""
-    import torch.distributed as dist
-
-    group = dist.group.WORLD
-    if group is None:
-        return 0
-    own = getattr(group, "collectives_called", None)
-    return group._get_sequence_number_for_group() if own is None else own

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from phalanx.preemption import stop_point
+from phalanx.preemption.clock import world_collectives
 from phalanx.recorder import device_clock
 from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
@@ -88,6 +90,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         page.stepped(_after_a_step)
         if clock is not None:
             clock.stepped()
+        points = stop_point.current()
+        if points is not None:
+            points.passed(world_collectives())
 
 
 def compiling(*_: object) -> None:

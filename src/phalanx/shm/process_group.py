@@ -105,6 +105,10 @@ class ShmGroup(dist.ProcessGroup):
         self._store, self._monitored = store, itertools.count()
         _living.add(self)
 
+    @property
+    def collectives_called(self) -> int:
+        return self._work_queue.number
+
     def _start(
         self,
         op: int,

@@ -37,6 +37,11 @@ WORLD = Name(
     "torch's register of groups: their names and ranks, the backend they are called by, and the world's store.",
     "Groups that ask for gloo stay on gloo, collectives in reports have no group, and px functions need px.init.",
 )
+SEQUENCE_NUMBER = Name(
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group",
+    "How many collectives the world has called: the clock by which all ranks stop at the same step.",
+    "Ranks stop at the same optimizer step; a rank with more optimizers than the others stops at another step.",
+)
 SET_TIMEOUT = Replaced(
     f"{_C10D}:_set_pg_timeout",
     "A timeout that is set later reaches a group of shm too.",

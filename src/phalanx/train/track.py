@@ -20,6 +20,7 @@ from phalanx.comm.order import seconds_in_collectives
 from phalanx.devices import accelerator
 from phalanx.errors import UsageError
 from phalanx.events import EventLog, rank_events_path
+from phalanx.preemption.stop import stop
 from phalanx.status import layout, notices, own_page
 from phalanx.torch_compat.tensors import tree_map_where
 from phalanx.train.progress import ProgressExchange, ProgressLine, RankProgress, describe, take_logged
@@ -97,6 +98,8 @@ class Track(Generic[_T]):
                     self.batches_left -= 1
                 reporter.add_batch(count)
                 yield batch if copy is None else copy(batch)
+                if stop.requested:
+                    break
             reporter.end()
         finally:
             _running.remove(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Literal
 
-Topic = Literal["stall", "pace"]
+Topic = Literal["stall", "pace", "stop"]
 
 
 class Exchange:

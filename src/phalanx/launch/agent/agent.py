@@ -21,6 +21,7 @@ from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.event_loop import EventLoop
 from phalanx.launch.agent.rank_process import open_rank
 from phalanx.launch.agent.run_record import RunRecord
+from phalanx.launch.agent.run_stop import NOTICES, RunStop
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.multinode import RunOver, SingleNode, new_peers
 from phalanx.launch.output.agent_lines import AgentLines
@@ -57,10 +58,8 @@ class Agent:
         self._agent_lines = AgentLines(self._console, spec.node_name, spec.shares_console)
         self._say = self._agent_lines.say
         self._record = RunRecord(directory, self._say)
-        self._loop = EventLoop(spec.signals)
-        self._signalled: int | None = None
-        """The first signal that told the agent to stop."""
-        self._signalled_at = 0.0
+        self._loop = EventLoop((*spec.signals, *(number.name for number in NOTICES)))
+        self._stop = RunStop(spec, environ, directory, lambda lines: self._say(list(lines), "signal"))
         self._introduction: str | None = None
         self._exit_code: int | None = None
         self._helper_loss: list[str] = []
@@ -80,9 +79,9 @@ class Agent:
             self._exit_code = self._run_attempts()
             return self._exit_code
         except _Interrupted:
-            assert self._signalled is not None
-            self._record.keep_end(128 + self._signalled)
-            return 128 + self._signalled
+            assert self._stop.signal is not None
+            self._record.keep_end(128 + self._stop.signal)
+            return 128 + self._stop.signal
         except RunOver as over:
             text = f"the run has ended with exit code {over.exit_code} before this node could take part"
             self._say([text])
@@ -97,7 +96,7 @@ class Agent:
             self._loop.restore_signals()
             with contextlib.suppress(OSError):  # the keeper is gone already
                 self._peers.close(self._exit_code)
-            self._console.close(timeout=None if self._signalled is None else 2.0)
+            self._console.close(timeout=None if self._stop.signal is None else 2.0)
             self._record.close()
             self._loop.close()
 
@@ -119,9 +118,12 @@ class Agent:
                 if not isinstance(self._peers, SingleNode):
                     raise
                 self._lose_helper(lost)
-            if self._signalled is not None:
+            if self._stop.signal is not None:
                 return self._end(
-                    128 + self._signalled, endings, self._judge.cause_before(self._signalled_at, endings), attempt
+                    128 + self._stop.signal,
+                    endings,
+                    self._judge.cause_before(self._stop.signalled_at, endings),
+                    attempt,
                 )
             has_failed = any(ending.failed for ending in endings) or (self._helper_loss and not endings)
             if not has_failed and not self._peers.lost and self._watchdogs.hang is None:
@@ -157,9 +159,10 @@ class Agent:
         if (master := self._peers.begin(attempt, self._idle_until)) is None:
             return []
         self._attempt = run = AttemptRun(
-            self._zygote, self._loop.selector, self._spec.shutdown_timeout, self._print_notice, self._record.note
+            self._zygote, self._loop.selector, self._spec.seconds_to_end, self._print_notice, self._record.note
         )
         self._watchdogs.begin(self._peers.directory_label(self._record.place), self._peers.exchange)
+        self._stop.begin(run, self._peers.exchange)
         try:
             self._start_ranks(master, attempt)
             self._loop_until(lambda: run.all_exited)
@@ -203,7 +206,7 @@ class Agent:
         limit = time.monotonic() + _DRAIN_SECONDS
         has_limit = bool(zygote.left or (self._helper_loss and zygote.has_ended))
         self._loop_until(
-            lambda: not run.pipes or ((has_limit or self._signalled is not None) and time.monotonic() > limit)
+            lambda: not run.pipes or ((has_limit or self._stop.signal is not None) and time.monotonic() > limit)
         )
 
     def _idle_until(self, done: Callable[[], bool]) -> None:
@@ -213,7 +216,7 @@ class Agent:
                 key.data()
             self._continue_helpers(at_once=bool(self._loop.signals))
             if self._loop.signals:
-                self._signalled = self._loop.signals.pop(0)
+                self._stop.signal = self._loop.signals.pop(0)
                 self._tell_stop()
                 if not self._zygote.ready:
                     self._zygote.kill()  # while it imports it reads nothing; later it ends the keeper with itself
@@ -222,11 +225,12 @@ class Agent:
     def _loop_until(self, done: Callable[[], bool]) -> None:
         run = self._attempt
         while not done():
-            run.turn(_TICK)
+            run.turn(self._stop.longest_wait)
             self._watchdogs.turn(run)
             self._explain_exec()
             self._continue_helpers(at_once=run.is_stopping)
             self._obey_signals()
+            self._stop.turn()
             self._stop_if_needed()
             self._loop.turn_pipes(run.pipes)
 
@@ -237,12 +241,12 @@ class Agent:
             run.stop(signal.SIGTERM)
         if watchdogs.standing is not None:
             run.stop_waiting_for_cause()
-        if run.is_stopping:
+        if run.is_stopping and not self._stop.is_agreed:
             self._tell_stop()
 
     def _tell_stop(self) -> None:
-        why = self._judge.why_stop(self._helper_loss, self._signalled)
-        self._peers.stop_others(why, for_good=self._signalled is not None)
+        why = self._judge.why_stop(self._helper_loss, self._stop.signal)
+        self._peers.stop_others(why, for_good=self._stop.signal is not None)
 
     def _continue_helpers(self, *, at_once: bool) -> None:
         for sentence in self._zygote.check_helpers(at_once=at_once):
@@ -266,19 +270,13 @@ class Agent:
     def _obey_signals(self) -> None:
         while self._loop.signals:
             number = self._loop.signals.pop(0)
-            again = self._signalled is not None
-            if not again:
-                self._signalled, self._signalled_at = number, time.time()
-                name = signal.Signals(number).name
-                hurry = "Ctrl-C again" if number == signal.SIGINT else f"another {name}"
-                limit = f"{self._spec.shutdown_timeout:g} s at most ({hurry}: at once)"
-                self._say([f"{name}: stopping the ranks, {limit}"], "signal")
-            if not self._attempt.any_started:
+            if number not in NOTICES and not self._attempt.any_started:
+                self._stop.signal = number
                 self._zygote.kill()  # nothing of the user's has started yet
                 raise _Interrupted
-            if again and self._attempt.all_exited:
+            if self._stop.signal is not None and self._attempt.all_exited:
                 raise _Interrupted  # only the console is waited for, and the user does not want to
-            self._attempt.stop(number, at_once=again)
+            self._stop.on_signal(number)
 
     def _end(
         self, exit_code: int, endings: list[Ending], verdict: Verdict | None, attempt: int, reason: str | None = None
@@ -290,7 +288,7 @@ class Agent:
             said = self._judge.failure_block(verdict, len(endings), attempt + 1, elsewhere)
         self._record.keep_end(exit_code, endings, verdict, attempt, said, self._peers.log_of, self._watchdogs.hang)
         if said:
-            self._agent_lines.let_ranks_finish(lambda: bool(self._loop.signals) or self._signalled is not None)
+            self._agent_lines.let_ranks_finish(lambda: bool(self._loop.signals) or self._stop.signal is not None)
             self._say(said, "cause" if verdict is None else "verdict")
         return exit_code
 

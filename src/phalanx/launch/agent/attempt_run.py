@@ -21,6 +21,7 @@ from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.process.zygote_messages import Exited, Started
 from phalanx.launch.spec.launch_spec import WorkerSpec
+from phalanx.system import procfs
 
 _MOST_STARTING = 16
 _TO_FAIL_ALIKE = 0.25
@@ -160,6 +161,20 @@ class AttemptRun:
         self._note("stopping", signal=signal.Signals(first).name, at_once=at_once)
         self._cancel_starts()
         self._send_due_signals(time.monotonic())
+
+    def await_end(self, timeout: float) -> None:
+        """The ranks are ending by themselves; those that are left after the timeout are killed."""
+        self.is_stopping = True
+        self._stop_steps = [(time.monotonic() + timeout, signal.SIGKILL)]
+        self._cancel_starts()
+        for rank in self.ranks.values():
+            rank.asked_at = rank.asked_at or time.time()
+
+    def pass_on(self, number: int) -> None:
+        """Sends a signal to the ranks that handle it: it would end the others."""
+        for rank in self.ranks.values():
+            if rank.pid is not None and not rank.exited and procfs.handles_signal(rank.pid, number):
+                self._zygote.signal(rank.pid, number)
 
     def stop_waiting_for_cause(self) -> None:
         """The cause is known: a rank that timed out has no earlier failure to wait for."""

@@ -17,14 +17,23 @@ from phalanx.launch.output.line_splitter import Tail
 from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, rank_prefix
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
-from phalanx.messages import Record, Text
+from phalanx.messages import Count, Record, Text
 
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400
 _TO_LEAVE = 30.0
 """Seconds. A rank that lives on for longer has handled the exception with which it left its group."""
 _MOST_LINES = 1000
+_MOST_REQUESTS = 16
 _STREAMS = {1: "stdout.log", 2: "stderr.log"}
+
+
+class StopRequest(Record, frozen=True):
+    """A rank has got a signal, or asks all ranks to stop."""
+
+    signal: Count
+    """0: the script itself asks."""
+    reason: Text
 
 
 class RankReport(Record, frozen=True):
@@ -35,6 +44,7 @@ class RankReport(Record, frozen=True):
     """The exception with which it is leaving its group; it counts if the rank ends before it reports an error."""
     thread: events.ThreadDeath | None = None
     notice: Text | None = None
+    stop: StopRequest | None = None
 
 
 class RankProcess:
@@ -57,6 +67,7 @@ class RankProcess:
         self.thread_death: events.ThreadDeath | None = None
         self.notices: list[str] = []
         """Notices for the console, each text once."""
+        self.stop_requests: list[StopRequest] = []
         self.malformed: str | None = None
         """Why the first malformed line of its report was refused."""
         self.exited: Exited | None = None
@@ -98,6 +109,8 @@ class RankProcess:
             return
         self.error, self.thread_death = self.error or report.error, report.thread or self.thread_death
         self._leaving = report.leaving or self._leaving
+        if report.stop is not None and len(self.stop_requests) < _MOST_REQUESTS:
+            self.stop_requests.append(report.stop)
         notice = "".join(filter(str.isprintable, report.notice or ""))[:_LONGEST_NOTICE]
         if notice and notice not in self.notices:
             self.notices.append(notice)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx import secret
 from phalanx.entry_point import python_command
 from phalanx.launch.process import exit_report, process_tree, torch_setup
+from phalanx.preemption import stop_point
 from phalanx.source_lines import LAUNCHER
 from phalanx.status import layout, notices, own_page
 from phalanx.torch_compat import names as torch_names
@@ -139,7 +140,7 @@ def run(script: Script, report: int, fds: list[int]) -> None:
         lambda text: os.getpid() == pid and _report(report, {"notice": text}),
         lambda error: os.getpid() == pid and _report_leaving(script.rank, report, error),
     )
-    _begin_page(script.rank)
+    _begin_page(script.rank, lambda number, reason: os.getpid() == pid and _report(report, _stop(number, reason)))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WORKER_SIGNALS)  # those that came since the fork arrive here
         try:
@@ -155,11 +156,18 @@ def run(script: Script, report: int, fds: list[int]) -> None:
         raise
 
 
-def _begin_page(rank: int) -> None:
+def _stop(number: int, reason: str) -> dict[str, object]:
+    return {"stop": {"signal": number, "reason": reason}}
+
+
+def _begin_page(rank: int, request_stop: Callable[[int, str], bool]) -> None:
     directory = os.environ.get("PHALANX_RUN_DIR")
     if directory is not None:
         own_page.begin(Path(directory), rank, int(os.environ["WORLD_SIZE"]))
         torch_names.report_to(Path(directory), rank)
+        page = own_page.current()
+        if page is not None:
+            stop_point.begin(page.memory, request_stop)
 
 
 def _end_page() -> None:

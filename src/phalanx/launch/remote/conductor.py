@@ -195,7 +195,7 @@ class _Conductor:
     def _stop_remaining(self, now: float) -> None:
         left = [connection for connection in self._connections if not connection.is_over]
         if self._end_by is not None and now >= self._end_by and self._kill_by is None:
-            self._kill_by = now + self._spec.shutdown_timeout + _KILL_MARGIN
+            self._kill_by = now + self._spec.seconds_to_end + _KILL_MARGIN
             for connection in left:
                 connection.send(wire_protocol.PassSignal(int(signal.SIGTERM)))
         if self._kill_by is not None and now >= self._kill_by:
@@ -248,7 +248,7 @@ class _Conductor:
                     connection.kill()  # the third signal
                 elif not connection.is_over:
                     connection.send(wire_protocol.PassSignal(number))
-            self._kill_by = self._kill_by or time.monotonic() + self._spec.shutdown_timeout + _KILL_MARGIN
+            self._kill_by = self._kill_by or time.monotonic() + self._spec.seconds_to_end + _KILL_MARGIN
 
     # ---- the end
 

@@ -15,6 +15,7 @@ NUMA_BINDINGS = ("node", "socket", "exclusive", "core-complex")
 LAST_CALL = 10.0
 MOST_PROCESSES, MOST_NODES = 10_000, 100_000
 """The most processes of a node, and nodes of a run. More is a typing error, and would only fail later."""
+_SHUTDOWN_TIMEOUT = 10.0
 _MOST_SECONDS = 1e9
 """The kernel's own timers end a little later."""
 
@@ -106,7 +107,8 @@ class LaunchSpec(Record, frozen=True):
     preload: tuple[str, ...] = ()
     backend: str = "auto"
     """``auto``: a script that asks for gloo may get shm; ``as-written``: it may not."""
-    shutdown_timeout: float = 10.0
+    shutdown_timeout: float | None = None
+    """None: 10 seconds, or the time that a scheduler gives after its signal."""
     stall_after: float = 30.0
     """Seconds without progress of any rank until it is a stall; 0 for no limit."""
     on_stall: str = "wait"
@@ -161,9 +163,14 @@ class LaunchSpec(Record, frozen=True):
         if self.start_method not in START_METHODS:
             raise UsageError(f"--start-method {self.start_method} is unknown; give one of {', '.join(START_METHODS)}.")
 
+    @property
+    def seconds_to_end(self) -> float:
+        """Seconds from asking ranks to end to killing them."""
+        return _SHUTDOWN_TIMEOUT if self.shutdown_timeout is None else self.shutdown_timeout
+
     def _check_seconds(self) -> None:
         for flag, seconds, allowed in (
-            ("--shutdown-timeout", self.shutdown_timeout, "0 or more"),
+            ("--shutdown-timeout", self.seconds_to_end, "0 or more"),
             ("--stall-after", self.stall_after, "or 0 to switch it off"),
             ("--rdzv-timeout", self.rdzv_timeout, "more than 0"),
             ("last_call_timeout of --rdzv-conf", self.last_call, "0 or more"),

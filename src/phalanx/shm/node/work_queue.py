@@ -150,7 +150,7 @@ class WorkQueue:
     def __init__(self, name: str, page: StatusPage | None, log: library.Log | None = None) -> None:
         """``log``: the C library writes to the page by it; without one, the queue does."""
         self._name, self.page, self.log = name, page, log
-        self._number = 0
+        self.number = 0
         """Number of the last collective that was started."""
         self._turn = threading.RLock()
         self._running = False
@@ -168,7 +168,7 @@ class WorkQueue:
 
     def now(self, kind: int, size: int, run: Callable[..., None], *arguments: object) -> None:
         """Runs a collective in this thread, after all that are queued. ``kind`` and ``size`` are for the page."""
-        self._number = number = self._number + 1
+        self.number = number = self.number + 1
         page, log, entry = self.page, self.log, 0
         if page is not None and log is None:
             entry = page.begin(kind, number, size, True, NO_PEER, _OWN_FRAMES)
@@ -181,7 +181,7 @@ class WorkQueue:
 
     def later(self, kind: int, size: int, run: Callable[[], None], result: list[Tensor]) -> Work:
         """Queues a collective for the thread of the queue."""
-        self._number = number = self._number + 1
+        self.number = number = self.number + 1
         entry = 0 if self.page is None else self.page.begin(kind, number, size, False, NO_PEER, _OWN_FRAMES)
         work = Work(result)
         if sum(tensor.numel() for tensor in result) <= _SMALL:

@@ -1,0 +1,153 @@
+"""The stop of a run that a signal, a rank or another node asks for.
+
+Ranks that train, and handle the signal or ask px.stop, stop at a step that all of them have agreed on. Others get the
+signal at once. One cause counts once, however many processes it has reached.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.launch.agent.attempt_run import AttemptRun
+from phalanx.launch.spec.launch_spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from phalanx.preemption.agreement import Agreement
+    from phalanx.watchdog.exchange import Exchange
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "INVOCATION_ID")
+"""Each is set by a scheduler, or by systemd, that kills what does not end in time."""
+_LONGEST_AGREEMENT = 30.0
+_SAME_CAUSE = 1.0
+"""Seconds after a stop in which the same signal is taken for a part of the same cause."""
+
+
+class RunStop:
+    """The signals of one run on this node, and what the ranks do about them."""
+
+    def __init__(
+        self, spec: LaunchSpec, environ: Mapping[str, str], directory: Path, say: Callable[[Sequence[str]], None]
+    ) -> None:
+        self._directory, self._say = directory, say
+        has_scheduler = any(environ.get(name) for name in _SCHEDULERS)
+        self._limit = math.inf if spec.shutdown_timeout is None and has_scheduler else spec.seconds_to_end
+        self.signal: int | None = None
+        """The first signal that ends the run."""
+        self.signalled_at = 0.0
+        self.reason: str | None = None
+        """Why a rank has asked to stop."""
+        self.is_agreed = False
+        """All nodes know, and their ranks stop at the same step."""
+        self._agreement: Agreement | None = None
+        self._number = 0
+        self._delivered: dict[int, float] = {}
+
+    def begin(self, attempt: AttemptRun, exchange: Exchange | None) -> None:
+        """Begins a new attempt. ``exchange``: with the other nodes, if there are any."""
+        self._attempt, self._exchange, self.is_agreed = attempt, exchange, False
+        if exchange is not None:
+            exchange.receivers["stop"] = self._receive
+
+    def on_signal(self, number: int) -> None:
+        """A signal of this process."""
+        if number in NOTICES:
+            self._request(number, "")
+            return
+        is_again = self.signal is not None
+        self._take(number)
+        if is_again and number in (signal.SIGINT, signal.SIGQUIT):  # a person who does not want to wait
+            self._end_agreement()
+            self._attempt.stop(number, at_once=True)
+        elif not is_again:
+            self._request(number, "")
+
+    def turn(self) -> None:
+        """To be called in every turn of the loop."""
+        for rank in self._attempt.ranks.values():
+            while rank.stop_requests:
+                request = rank.stop_requests.pop(0)
+                if request.signal not in (0, *NOTICES):
+                    self._take(request.signal)
+                elif request.signal == 0 and self.reason is None:
+                    self.reason = request.reason
+                    self._say([f"rank {rank.rank} asks to stop: {request.reason}"])
+                self._request(request.signal, request.reason)
+        if self._agreement is not None:
+            self._agreement.turn()
+            if self._agreement.state == "stopped":
+                self._have_stopped()
+            elif self._agreement.state == "released":
+                self._signal_at_once()
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds that the loop may sleep."""
+        return 0.5 if self._agreement is None else 0.002
+
+    def _take(self, number: int) -> None:
+        if self.signal is None:
+            self.signal, self.signalled_at = number, time.time()
+            again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
+            limit = (
+                "in the time that the scheduler gives them" if self._limit == math.inf else f"{self._limit:g} s at most"
+            )
+            self._say([f"{signal.Signals(number).name}: stopping the ranks, {limit} ({again}: at once)"])
+
+    def _request(self, number: int, reason: str) -> None:
+        is_same = time.monotonic() < self._delivered.get(number, -math.inf) + _SAME_CAUSE
+        if self._agreement is not None or self._attempt.is_stopping or is_same:
+            return
+        from phalanx.preemption.agreement import Agreement, NodeVotes
+        from phalanx.watchdog.exchange import Exchange
+
+        ranks = self._attempt.ranks
+        votes = NodeVotes(self._directory, ranks, lambda rank: ranks[rank].exited is not None)
+        limit = min(self._limit / 2, _LONGEST_AGREEMENT)
+        self._number = number
+        self._agreement = Agreement(votes, self._exchange or Exchange(), number, reason, limit)
+        self.turn()
+
+    def _receive(self, node: int, body: bytes) -> None:
+        """The first message of another node about a stop."""
+        from phalanx.preemption.agreement import requested
+
+        request = requested(node, body)
+        if request is None:
+            return
+        if request.signal not in (0, *NOTICES):
+            self._take(request.signal)
+        self._request(request.signal, request.reason)
+        if self._agreement is not None:
+            self._agreement.receive(node, body)
+
+    def _have_stopped(self) -> None:
+        """The ranks have stopped at the agreed step: what they do now is up to the script."""
+        self._end_agreement()
+        self._delivered[self._number] = time.monotonic()
+        if self._number not in (0, *NOTICES):
+            self.is_agreed = True
+            self._attempt.await_end(self._limit)
+
+    def _signal_at_once(self) -> None:
+        assert self._agreement is not None
+        why = self._agreement.why_released
+        self._end_agreement()
+        if why:
+            self._say([f"{why}; {'the signal is delivered' if self._number else 'they continue'} at once"])
+        if self._number in NOTICES:
+            self._attempt.pass_on(self._number)
+        elif self._number:
+            self._attempt.stop(self._number, timeout=self._limit)
+
+    def _end_agreement(self) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
+            if self._exchange is not None:
+                self._exchange.receivers["stop"] = self._receive
