@@ -237,6 +237,21 @@ class NodeRanks(Record, frozen=True):
     ranks: tuple[Rank, ...]
 
 
+class StopRecord(Record, frozen=True):
+    """The stop of a run that had not failed."""
+
+    by: Text
+    """A signal's name, or the reason that a rank gave."""
+    step: Count | None = None
+    """The optimizer steps after which all ranks stopped, if they had agreed on one."""
+    saved: Mapping[Rank, Count] = {}
+    """The step of each rank's last checkpoint, as far as px.Checkpointer knows."""
+    killed: tuple[Rank, ...] = ()
+    """Those that did not end in time."""
+    failed: tuple[Rank, ...] = ()
+    """Those that failed while they stopped."""
+
+
 class ReportFile(Failure, frozen=True, kw_only=True):
     """report.json: how the run ended."""
 
@@ -249,6 +264,7 @@ class ReportFile(Failure, frozen=True, kw_only=True):
     restarts: tuple[Restart, ...] = ()
     nodes: Mapping[str, NodeRanks] = {}
     """The nodes by host."""
+    stop: StopRecord | None = None
     stragglers: tuple[Mapping[str, object], ...] = ()
     """Each has ``said``, the line on the console, and what was measured."""
     ranks: tuple[Ending, ...] = ()

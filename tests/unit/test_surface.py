@@ -23,7 +23,7 @@ SOURCE = Path(phalanx.__file__).parent
 
 NAMES = """
 Checkpointer Max Mean Min PhalanxError ShardSampler State Sum World accumulate autocast barrier
-compute_metrics data_parallel init log main_only print rank_zero_first shard spawn track
+compute_metrics data_parallel init log main_only print rank_zero_first shard spawn stop track
 """.split()
 
 FLAGS = """

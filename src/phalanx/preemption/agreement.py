@@ -93,8 +93,21 @@ class NodeVotes:
             and all(page[words.CLOCKS[words.STOP_POINTS]] and page.stops_by(signal) for page in living),
         )
 
+    def last_epoch(self) -> int:
+        """The number of the last proposal in this attempt."""
+        return max((page[words.EPOCH] for page in self._living()), default=0)
+
+    def are_handled(self, signal: int) -> bool:
+        """Whether the script handles the signal itself, on any rank."""
+        return any(page[words.HANDLES] >> signal & 1 for page in self._living())
+
+    def can_stop(self, signal: int) -> bool:
+        """Whether any rank handles the signal, or asks px.stop."""
+        return any(page.stops_by(signal) for page in self._living())
+
     def propose(self, proposal: Proposal) -> None:
         for page in self._living():
+            page[words.RELEASED] = 0
             page[words.STEP], page[words.CLOCK], page[words.SIGNAL] = proposal.step, proposal.clock, proposal.signal
             page.write_reason(proposal.reason)
             page[words.EPOCH] = proposal.epoch
@@ -127,12 +140,13 @@ class Agreement:
 
     def __init__(self, votes: NodeVotes, exchange: Exchange, signal: int, reason: str, limit: float) -> None:
         """``limit``: seconds to find a step, and again for the ranks to come to it."""
-        self._votes, self._exchange, self._limit = votes, exchange, limit
+        self.votes, self._exchange, self._limit = votes, exchange, limit
         self._signal, self._reason = signal, reason
         self.state: State = "voting"
         self.why_released = ""
         self._until = time.monotonic() + limit
-        self._epoch, self._margin = 0, _FIRST_MARGIN
+        self._epoch, self._margin = votes.last_epoch(), _FIRST_MARGIN
+        self._is_proposed = False
         self._clocks: dict[int, Clocks] = {}
         self._others_votes: dict[int, bool] = {}
         self._has_voted = False
@@ -143,28 +157,28 @@ class Agreement:
         if self.state == "voting":
             self._vote()
         elif self.state == "committed":
-            if self._votes.have_stopped(self._epoch):
+            if self.votes.have_stopped(self._epoch):
                 self.state = "stopped"
             elif time.monotonic() > self._until:
                 self._release(f"a rank has not come to the agreed step within {self._limit:g} s")
 
     def close(self) -> None:
         self._exchange.receivers.pop("stop", None)
-        self._votes.close()
+        self.votes.close()
 
     def _vote(self) -> None:
         if time.monotonic() > self._until:
             self._publish(Release())
             self._release(f"the ranks have not agreed on a step within {self._limit:g} s")
         elif not self._exchange.is_judge:
-            if self._epoch and not self._has_voted and (own := self._votes.votes(self._epoch)) is not None:
+            if self._is_proposed and not self._has_voted and (own := self.votes.votes(self._epoch)) is not None:
                 self._has_voted = True
-                self._publish(Votes(self._epoch, own, self._votes.clocks(self._signal)))
-        elif self._epoch == 0:
+                self._publish(Votes(self._epoch, own, self.votes.clocks(self._signal)))
+        elif not self._is_proposed:
             if all(node in self._clocks for node in self._exchange.others):
                 self._propose()
         else:
-            own = self._votes.votes(self._epoch)
+            own = self.votes.votes(self._epoch)
             votes = [own, *(self._others_votes.get(node) for node in self._exchange.others)]
             if all(votes):
                 self._publish(Commit(self._epoch))
@@ -175,7 +189,7 @@ class Agreement:
 
     def _propose(self) -> None:
         """The deciding node proposes a step."""
-        clocks = [self._votes.clocks(self._signal), *(self._clocks[node] for node in self._exchange.others)]
+        clocks = [self.votes.clocks(self._signal), *(self._clocks[node] for node in self._exchange.others)]
         if not all(each.can_agree for each in clocks):
             self._publish(Release())
             self._release("")
@@ -189,16 +203,16 @@ class Agreement:
         self._take(proposal)
 
     def _take(self, proposal: Proposal) -> None:
-        self._epoch, self._has_voted = proposal.epoch, False
-        self._votes.propose(proposal)
+        self._epoch, self._is_proposed, self._has_voted = proposal.epoch, True, False
+        self.votes.propose(proposal)
 
     def _commit(self) -> None:
-        self._votes.commit(self._epoch)
+        self.votes.commit(self._epoch)
         self.state, self._until = "committed", time.monotonic() + self._limit
 
     def _release(self, why: str) -> None:
         """``why``: empty if the ranks do not train, or do not handle the signal."""
-        self._votes.release(self._epoch + 1)
+        self.votes.release(self._epoch + 1)
         self.state, self.why_released = "released", why
 
     def _publish(self, message: Message) -> None:
@@ -212,12 +226,12 @@ class Agreement:
         is_judge, from_judge = self._exchange.is_judge, node == self._exchange.judge
         match message:
             case Request() if from_judge:
-                self._publish(self._votes.clocks(self._signal))
+                self._publish(self.votes.clocks(self._signal))
             case Clocks() if is_judge:
                 self._clocks[node] = message
             case Votes() if is_judge and message.epoch == self._epoch:
                 self._others_votes[node], self._clocks[node] = message.are_yes, message.clocks
-            case Proposal() if from_judge and self.state == "voting":
+            case Proposal() if from_judge and self.state == "voting" and message.epoch > self._epoch:
                 self._take(message)
             case Commit() if from_judge and self.state == "voting" and message.epoch == self._epoch:
                 self._commit()

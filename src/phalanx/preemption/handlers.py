@@ -2,8 +2,8 @@
 
 A signal that asks a run to stop reaches its ranks at different moments; handlers that save together would wait for each
 other at different steps. So once a rank trains, a handler of the script is not called when the signal comes: the rank
-reports the signal to its agent, and calls the handler at the agreed step. Before the first step, and without an agent, it
-calls it at once. `signal.signal` and `signal.getsignal` show the script its own handlers.
+reports the signal to its agent, and calls the handler at the agreed step. Before the first step, and without an agent,
+a handler is called at once. `signal.signal` and `signal.getsignal` show the script its own handlers.
 """
 
 from __future__ import annotations

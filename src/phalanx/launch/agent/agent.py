@@ -119,12 +119,8 @@ class Agent:
                     raise
                 self._lose_helper(lost)
             if self._stop.signal is not None:
-                return self._end(
-                    128 + self._stop.signal,
-                    endings,
-                    self._judge.cause_before(self._stop.signalled_at, endings),
-                    attempt,
-                )
+                cause = self._judge.cause_before(self._stop.signalled_at, endings)
+                return self._end(128 + self._stop.signal, endings, cause, attempt)
             has_failed = any(ending.failed for ending in endings) or (self._helper_loss and not endings)
             if not has_failed and not self._peers.lost and self._watchdogs.hang is None:
                 return self._end(0, endings, None, attempt)
@@ -177,7 +173,7 @@ class Agent:
         self._watchdogs.close()
         self._read_last_output()
         endings = self._watchdogs.add_memory(run.endings())
-        if any(ending.failed for ending in endings):
+        if any(ending.failed for ending in endings) or self._stop.is_requested:
             endings = self._judge.add_evidence(endings)
         self._record.keep_errors(endings)
         run.close()
@@ -286,10 +282,14 @@ class Agent:
         if verdict is not None:
             elsewhere = self._peers.log_of(verdict.cause)
             said = self._judge.failure_block(verdict, len(endings), attempt + 1, elsewhere)
-        self._record.keep_end(exit_code, endings, verdict, attempt, said, self._peers.log_of, self._watchdogs.hang)
+        stop = None
+        if verdict is None and reason is None and self._stop.is_requested:
+            stop, said = self._stop.outcome(endings)
+        hang, log_of = self._watchdogs.hang, self._peers.log_of
+        self._record.keep_end(exit_code, endings, verdict, attempt, said, log_of, hang, stop)
         if said:
             self._agent_lines.let_ranks_finish(lambda: bool(self._loop.signals) or self._stop.signal is not None)
-            self._say(said, "cause" if verdict is None else "verdict")
+            self._say(said, "verdict" if verdict is not None else "signal" if stop else "cause")
         return exit_code
 
 

@@ -33,14 +33,14 @@ _TO_REPORT_CALLS = 0.5
 """Seconds that the others get to report where they were, when one has noticed that they called different things."""
 
 
-def stop_steps(first: int, timeout: float) -> list[tuple[float, int]]:
+def stop_steps(first: int | None, timeout: float) -> list[tuple[float, int]]:
     """The signals that end ranks, with the moments (on the monotonic clock) when they are due.
 
     SIGINT leaves the last second of the timeout to SIGTERM; whatever is left at its end is killed.
     """
     start = time.monotonic()
     steps: list[tuple[float, int]] = [(start + timeout, signal.SIGKILL)]
-    if timeout > 0:
+    if timeout > 0 and first is not None:
         if first == signal.SIGINT:
             steps.insert(0, (start + timeout - min(1.0, timeout / 2), signal.SIGTERM))
         steps.insert(0, (start, first))
@@ -153,22 +153,16 @@ class AttemptRun:
         deadlines = [at for at in (longest_at, next_signal, self._overdue_at, stop_at) if at is not None]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
-    def stop(self, first: int, *, at_once: bool = False, timeout: float | None = None) -> None:
-        """Sends ``first`` to all ranks; those that are left after the timeout are killed."""
+    def stop(self, first: int | None, *, at_once: bool = False, timeout: float | None = None) -> None:
+        """Sends ``first`` to all ranks; those that are left after the timeout are killed. None: they end already."""
         timeout = self._timeout if timeout is None else timeout
         self.is_stopping = True
         self._stop_steps = stop_steps(first, 0.0 if at_once else timeout)
-        self._note("stopping", signal=signal.Signals(first).name, at_once=at_once)
+        self._note("stopping", signal=first and signal.Signals(first).name, at_once=at_once)
+        for rank in self.ranks.values() if first is None else ():
+            rank.asked_at = rank.asked_at or time.time()
         self._cancel_starts()
         self._send_due_signals(time.monotonic())
-
-    def await_end(self, timeout: float) -> None:
-        """The ranks are ending by themselves; those that are left after the timeout are killed."""
-        self.is_stopping = True
-        self._stop_steps = [(time.monotonic() + timeout, signal.SIGKILL)]
-        self._cancel_starts()
-        for rank in self.ranks.values():
-            rank.asked_at = rank.asked_at or time.time()
 
     def pass_on(self, number: int) -> None:
         """Sends a signal to the ranks that handle it: it would end the others."""

@@ -39,8 +39,8 @@ class FailureJudge:
         self._crash_loop = CrashLoop()
 
     def add_evidence(self, endings: Sequence[Ending]) -> list[Ending]:
-        """The same, with the progress of the ranks that failed, their collectives, and what is known of their GPUs."""
-        endings = [self._with_call(ending) if ending.failed else ending for ending in endings]
+        """The same, with the progress of the ranks, their collectives, and what is known of their GPUs."""
+        endings = [self._with_call(ending) for ending in endings]
         states = self._watchdogs.gpus or ()
         xids = gpu_evidence.recent_xids(self._watchdogs.began, states)
         return gpu_evidence.add(endings, states, xids, self._directory)

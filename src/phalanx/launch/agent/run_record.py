@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx import events, messages
 from phalanx.errors import LaunchError
-from phalanx.events import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile
+from phalanx.events import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile, StopRecord
 from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.source_lines import shorten_path
 
@@ -84,6 +84,7 @@ class RunRecord:
         said: Sequence[str] = (),
         directory_of: Callable[[events.Ending], str | None] = lambda _: None,
         hang: HangRecord | None = None,
+        stop: StopRecord | None = None,
     ) -> None:
         """Writes report.json.
 
@@ -107,6 +108,7 @@ class RunRecord:
             said=tuple(said),
             restarts=tuple(self._restarts),
             nodes=nodes,
+            stop=stop,
             stragglers=tuple(self._stragglers),
             ranks=tuple(endings),
             **messages.asdict(_failure(verdict, hang)),

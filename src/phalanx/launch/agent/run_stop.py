@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.events import Ending, StopRecord
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.spec.launch_spec import LaunchSpec
 
@@ -42,6 +43,8 @@ class RunStop:
         self.signalled_at = 0.0
         self.reason: str | None = None
         """Why a rank has asked to stop."""
+        self.step: int | None = None
+        """The optimizer steps after which all ranks have stopped."""
         self.is_agreed = False
         """All nodes know, and their ranks stop at the same step."""
         self._agreement: Agreement | None = None
@@ -86,6 +89,18 @@ class RunStop:
                 self._signal_at_once()
 
     @property
+    def is_requested(self) -> bool:
+        return self.signal is not None or self.reason is not None
+
+    def outcome(self, endings: Sequence[Ending]) -> tuple[StopRecord, list[str]]:
+        """How the stop has ended, for report.json and for the console."""
+        from phalanx.preemption import outcome
+
+        by = signal.Signals(self.signal).name if self.signal else f"a request ({self.reason})"
+        record = outcome.record(by, self.step, endings)
+        return record, outcome.lines(record, len(endings), self._limit)
+
+    @property
     def longest_wait(self) -> float:
         """Seconds that the loop may sleep."""
         return 0.5 if self._agreement is None else 0.002
@@ -128,22 +143,33 @@ class RunStop:
 
     def _have_stopped(self) -> None:
         """The ranks have stopped at the agreed step: what they do now is up to the script."""
+        assert self._agreement is not None
+        step = self._agreement.votes.clocks(self._number).stop_points
+        is_scripts = self._number in NOTICES and self._agreement.votes.are_handled(self._number)
         self._end_agreement()
         self._delivered[self._number] = time.monotonic()
-        if self._number not in (0, *NOTICES):
-            self.is_agreed = True
-            self._attempt.await_end(self._limit)
+        if is_scripts:  # what it means, and how the run ends, is the script's own affair
+            return
+        self.is_agreed, self.step = True, step
+        if self._number:
+            self.signal = self.signal or self._number
+            self._attempt.stop(None, timeout=math.inf if self._number in NOTICES else self._limit)
 
     def _signal_at_once(self) -> None:
         assert self._agreement is not None
-        why = self._agreement.why_released
+        why, can_stop = self._agreement.why_released, self._agreement.votes.can_stop(self._number)
         self._end_agreement()
         if why:
-            self._say([f"{why}; {'the signal is delivered' if self._number else 'they continue'} at once"])
+            self._say([f"{why}; {'the signal is delivered at once' if self._number else 'they continue'}"])
         if self._number in NOTICES:
             self._attempt.pass_on(self._number)
+            if not can_stop:
+                name = signal.Signals(self._number).name
+                self._say([f"{name}: the script neither handles it nor asks px.stop, so the ranks continue"])
         elif self._number:
             self._attempt.stop(self._number, timeout=self._limit)
+        elif not why:
+            self._say(["not all ranks train and ask px.stop, so they continue"])
 
     def _end_agreement(self) -> None:
         if self._agreement is not None:

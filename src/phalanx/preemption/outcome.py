@@ -1,0 +1,47 @@
+"""How a stop ended: at which step, and which ranks could not finish what they were saving."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+from phalanx.events import Ending, StopRecord
+
+_INCOMPLETE = "what was being saved may be incomplete"
+
+
+def record(by: str, step: int | None, endings: Sequence[Ending]) -> StopRecord:
+    """``by``: what has stopped the run; ``step``: the optimizer steps of all ranks, if they have agreed on one."""
+    late = [ending for ending in endings if ending.asked]
+    return StopRecord(
+        by=by,
+        step=step,
+        saved={ending.rank: ending.progress[0] for ending in endings if ending.progress[0]},
+        killed=tuple(ending.rank for ending in late if ending.signal == signal.SIGKILL),
+        failed=tuple(ending.rank for ending in late if ending.signal is None and ending.exit_code),
+    )
+
+
+def lines(stop: StopRecord, ranks: int, seconds: float) -> list[str]:
+    """The lines for the console: what could not be saved; for a stop at an agreed step, that all went well."""
+    found = []
+    if stop.killed:
+        found.append(
+            f"{_those(stop.killed)} had not ended {seconds:g} s after {stop.by} and {_verb(stop.killed)} killed; "
+            + _INCOMPLETE
+        )
+    if stop.failed:
+        found.append(f"{_those(stop.failed)} failed after {stop.by}; {_INCOMPLETE}")
+    if found or stop.step is None:
+        return found
+    saved = set(stop.saved.values())
+    last = f", with a checkpoint of step {saved.pop()}" if len(stop.saved) == ranks and len(saved) == 1 else ""
+    return [f"stopped by {stop.by} after {stop.step} steps; all ranks have ended by themselves{last}"]
+
+
+def _those(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _verb(ranks: Sequence[int]) -> str:
+    return "were" if len(ranks) > 1 else "was"
