@@ -22,11 +22,19 @@ if TYPE_CHECKING:
     from phalanx.watchdog.exchange import Exchange
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "INVOCATION_ID")
+IN_A_HURRY = (signal.SIGINT, signal.SIGQUIT)
+"""A person sends these a second time, who does not want to wait. A scheduler may send SIGTERM more than once."""
+SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "INVOCATION_ID")
 """Each is set by a scheduler, or by systemd, that kills what does not end in time."""
 _LONGEST_AGREEMENT = 30.0
 _SAME_CAUSE = 1.0
 """Seconds after a stop in which the same signal is taken for a part of the same cause."""
+
+
+def seconds_to_end(spec: LaunchSpec, environ: Mapping[str, str]) -> float:
+    """Returns the time from a signal to the end of the ranks that are left: the scheduler's own, if there is one."""
+    has_scheduler = any(environ.get(name) for name in SCHEDULERS)
+    return math.inf if spec.shutdown_timeout is None and has_scheduler else spec.seconds_to_end
 
 
 class RunStop:
@@ -36,8 +44,7 @@ class RunStop:
         self, spec: LaunchSpec, environ: Mapping[str, str], directory: Path, say: Callable[[Sequence[str]], None]
     ) -> None:
         self._directory, self._say = directory, say
-        has_scheduler = any(environ.get(name) for name in _SCHEDULERS)
-        self._limit = math.inf if spec.shutdown_timeout is None and has_scheduler else spec.seconds_to_end
+        self._limit = seconds_to_end(spec, environ)
         self.signal: int | None = None
         """The first signal that ends the run."""
         self.signalled_at = 0.0
@@ -64,7 +71,7 @@ class RunStop:
             return
         is_again = self.signal is not None
         self._take(number)
-        if is_again and number in (signal.SIGINT, signal.SIGQUIT):  # a person who does not want to wait
+        if is_again and number in IN_A_HURRY:
             self._end_agreement()
             self._attempt.stop(number, at_once=True)
         elif not is_again:

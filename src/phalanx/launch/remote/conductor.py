@@ -16,6 +16,7 @@ from pathlib import Path
 from phalanx import secret
 from phalanx.errors import LaunchError
 from phalanx.launch.agent.event_loop import EventLoop
+from phalanx.launch.agent.run_stop import IN_A_HURRY, NOTICES, seconds_to_end
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.output.console import Console
@@ -54,10 +55,11 @@ class _Conductor:
     ) -> None:
         self._spec, self._host_list = spec, host_list
         self._argv, self._environment, self._is_launch = argv, environment, is_launch
+        self._seconds_to_end = seconds_to_end(spec, environment)  # the scheduler's variables are forwarded too
         self._transports = [transports.find_transport(host, host_list) for host in host_list.hosts]
         self._console = Console()
         self._lines = AgentLines(self._console)
-        self._loop = EventLoop((*spec.signals, "SIGCHLD"))
+        self._loop = EventLoop((*spec.signals, *(number.name for number in NOTICES), "SIGCHLD"))
         self._connections: list[HostConnection] = []
         self._signalled: list[int] = []
         self._verdict: str | None = None
@@ -242,13 +244,16 @@ class _Conductor:
             number = self._loop.signals.pop(0)
             if number == signal.SIGCHLD:
                 continue  # it has woken the loop
-            self._signalled.append(number)
+            if number not in NOTICES:
+                self._signalled.append(number)
+                self._kill_by = self._kill_by or time.monotonic() + self._seconds_to_end + _KILL_MARGIN
+            # A scheduler may send SIGTERM more than once; only a person hurries.
+            is_hurried = sum(number in IN_A_HURRY for number in self._signalled[1:]) > 1
             for connection in self._connections:
-                if len(self._signalled) > 2:
-                    connection.kill()  # the third signal
-                elif not connection.is_over:
+                if is_hurried:
+                    connection.kill()
+                elif not connection.is_over and (connection.hello or number not in NOTICES):
                     connection.send(wire_protocol.PassSignal(number))
-            self._kill_by = self._kill_by or time.monotonic() + self._spec.seconds_to_end + _KILL_MARGIN
 
     # ---- the end
 

@@ -20,6 +20,7 @@ from typing import Literal
 
 from phalanx.entry_point import python_command
 from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.agent.run_stop import SCHEDULERS
 from phalanx.launch.spec.hosts import is_here
 from phalanx.launch.spec.launch_spec import Host, HostList
 from phalanx.source_lines import SYS_PATH_ENTRY
@@ -39,8 +40,9 @@ FORWARDED = (
     *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "GOMP_*"),
     *("TORCH*", "PYTORCH_*", "TRITON_*", "NCCL_*", "GLOO_*", "CUDA_*", "HF_*", "PET_*", "PHALANX_BACKEND"),
     *("FI_*", "UCX_*", "HSA_*", "HIP_*", "ROCR_*", "RCCL_*", "ZE_*", "SYCL_*", "CCL_*", "ASCEND_*", "HCCL_*"),
+    *SCHEDULERS,
 )
-"""The variables with which ranks find on another host what they find here."""
+"""The variables with which ranks find on another host what they find here, and by which agents know the scheduler."""
 NOT_FORWARDED = ("*_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "TORCHELASTIC_*")
 """The GPUs of this machine, and the rank of this process in a run around this one: both are wrong elsewhere."""
 
