@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import operator
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
@@ -12,6 +13,8 @@ from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def whole_number(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
@@ -34,6 +37,18 @@ def seconds(name: str, value: float | timedelta | None) -> float | None:
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1e9:  # nan is not either
         raise UsageError(f"{name} is {shown(value)}; give seconds, more than 0, or a timedelta.")
     return float(given)
+
+
+def duration(text: str) -> float | None:
+    """Returns the seconds of a time like "90s", "10min", "3h50m" or SLURM's "1-12:00:00"; None for anything else."""
+    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", text.strip())
+    if clock is not None:
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
+    parts = re.findall(r"([0-9]*\.?[0-9]+) ?(s|sec|min|m|h|d)(?![a-z])", text.strip())
+    if not parts or "".join("".join(part) for part in parts) != text.replace(" ", ""):
+        return None
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
 def device(value: str | int | torch.device) -> torch.device:

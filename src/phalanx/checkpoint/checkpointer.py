@@ -26,6 +26,7 @@ from phalanx.checkpoint.storage.base import open_storage
 from phalanx.checkpoint.storage.manifest import MOST_STEPS, Share
 from phalanx.checkpoint.storage.values import StateDict, Stateful
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.preemption import stop_point
 from phalanx.status import own_page
 from phalanx.status.layout import CHECKPOINT
 from phalanx.store import tcp_store
@@ -50,6 +51,7 @@ class Checkpointer:
         keep: how many to keep; older ones are removed when a new one is whole. None keeps all.
         every: save() saves when a multiple of so many steps is reached, or when so much time has passed ("10min").
             By default, every call saves.
+        save_on_stop: when a stop is requested (px.stop), save() saves whatever ``every`` says.
         asynchronous: False makes save() return only when the checkpoint is whole.
         trust: True pickles objects of any class in the state, loads them again, and loads checkpoints of the old
             format. Loading then runs code from the checkpoint.
@@ -63,6 +65,7 @@ class Checkpointer:
         keep: int | None = 3,
         every: int | str | None = None,
         *,
+        save_on_stop: bool = True,
         asynchronous: bool = True,
         trust: bool = False,
         mode: int | None = None,
@@ -71,7 +74,7 @@ class Checkpointer:
             raise UsageError(f"mode={mode!r} is no mode of a file that its owner can read and write, such as 0o640.")
         self._catalog = Catalog(open_storage(path, mode))
         self._keep = None if keep is None else whole_number("keep", keep, 1)
-        self._asynchronous, self._trust = asynchronous, trust
+        self._asynchronous, self._trust, self._save_on_stop = asynchronous, trust, save_on_stop
         self._coordinator = new_coordinator(worlds.current())
         self._schedule = Schedule(every, self._coordinator.lead)
         self._writer: Writer | None = None
@@ -104,6 +107,7 @@ class Checkpointer:
         whole_number("step", state.step, 0, MOST_STEPS - 1)
         if self._last is not None and state.step < self._last:
             raise UsageError(f"step {state.step} is to be saved after step {self._last}; steps count upwards.")
+        force = force or (self._save_on_stop and stop_point.is_requested())
         if not force and not self._schedule.is_due(state.step):
             return False
         with own_page.phase(CHECKPOINT):
@@ -120,9 +124,7 @@ class Checkpointer:
 
         An error of this rank alone is sent to the others too, which raise it when they wait for this save.
         """
-        coordinator = self._coordinator
-        started = time.perf_counter()
-        writer = self._writer
+        coordinator, writer, started = self._coordinator, self._writer, time.perf_counter()
         if writer is None:
             writer = self._writer = Writer(coordinator, self._catalog, self._keep, self._prepare(state.step))
         failure: Exception | None = None

@@ -18,7 +18,8 @@ def log_event(rank: int, event: str, *, step: int, **fields: float | str) -> Non
     """Writes one line to the rank's event file, if ``phalanx run`` has started it, and the step to its status page."""
     page = own_page.current()
     if page is not None and event in ("saved", "loaded"):
-        page.checkpointed(step)
+        seconds = fields.get("seconds", 0.0) if event == "saved" else 0.0
+        page.checkpointed(step, float(seconds))
     directory = os.environ.get("PHALANX_RUN_DIR")
     if not directory or not Path(directory).is_dir():
         return

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 
+from phalanx import argparser
 from phalanx.errors import UsageError
-
-_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
 
 
 class Schedule:
@@ -56,7 +54,7 @@ class Schedule:
 
 
 def _parse_time(text: str) -> float:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+) ?(s|sec|min|h)", text.strip())
-    if found is None or float(found[1]) == 0:
+    seconds = argparser.duration(text)
+    if not seconds:
         raise UsageError(f'every={text!r} is no time; give a number of steps, or a time like "90s", "10min", "1h".')
-    return float(found[1]) * _UNITS[found[2]]
+    return seconds

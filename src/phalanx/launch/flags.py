@@ -95,6 +95,12 @@ TABLE: dict[str, tuple[Flag, ...]] = {
             None,
             float,
         ),
+        Flag("--time-limit", "stop the ranks so that they can save before this time is over: 3h50m", "TIME", ""),
+        Flag(
+            "--stopped-exit-code", "exit code after a stop by a signal or limit (default 128 + signal)", "N", None, int
+        ),
+        Flag("--requeue", "after such a stop, put the SLURM job back into the queue"),
+        Flag("--max-preemptions", "restarts after the loss of a node, at most (default: no limit)", "N", None, int),
         Flag("--stall-after", "report why after S seconds without progress (default 30; 0: never)", "S", 30.0, float),
         Flag(
             "--on-stall",

@@ -17,6 +17,7 @@ from phalanx.errors import ForeignData
 from phalanx.messages import Count, Record, Text
 from phalanx.preemption import words
 from phalanx.preemption.words import RankWords
+from phalanx.status import layout
 from phalanx.watchdog.exchange import Exchange
 
 _FIRST_MARGIN = 2
@@ -104,6 +105,10 @@ class NodeVotes:
     def can_stop(self, signal: int) -> bool:
         """Whether any rank handles the signal, or asks px.stop."""
         return any(page.stops_by(signal) for page in self._living())
+
+    def longest_save(self) -> float:
+        """Seconds, as far as px.Checkpointer knows."""
+        return max((page[layout.LONGEST_SAVE] for page in self._living()), default=0) / 1000
 
     def propose(self, proposal: Proposal) -> None:
         for page in self._living():

@@ -123,10 +123,8 @@ class StopPoints:
         self._words[words.HANDLES] = bits | self._asks << words.ASKS
 
     def _describe(self, number: int) -> str:
-        if number:
-            return signal.Signals(number).name
         at = words.REASON * layout.WORD
-        return words.decode_reason(self._memory[at : at + words.REASON_BYTES])
+        return words.decode_reason(self._memory[at : at + words.REASON_BYTES]) or signal.Signals(number).name
 
 
 def begin(memory: mmap.mmap, report: Callable[[int, str], bool]) -> StopPoints:
@@ -135,6 +133,11 @@ def begin(memory: mmap.mmap, report: Callable[[int, str], bool]) -> StopPoints:
     _current = StopPoints(memory, report)
     _current.handlers.install()
     return _current
+
+
+def is_requested() -> bool:
+    """Whether this rank has to stop; for a script that may not ask."""
+    return _current is not None and _current.reason is not None
 
 
 def current() -> StopPoints | None:

@@ -106,9 +106,10 @@ class StatusPage:
         """Writes that this rank's work is on an accelerator, not in its own phases, and what that does."""
         self._words[layout.DEVICE_STATE] = state
 
-    def checkpointed(self, step: int) -> None:
-        """Writes the step of the checkpoint that was just saved or loaded."""
+    def checkpointed(self, step: int, seconds: float = 0.0) -> None:
+        """Writes the step of the checkpoint that was just saved or loaded, and how long the longest save has taken."""
         self._words[layout.CHECKPOINT_STEP] = step
+        self._words[layout.LONGEST_SAVE] = max(self._words[layout.LONGEST_SAVE], int(seconds * 1000))
 
     def connecting(self, address: str) -> None:
         """Writes the address of the store that this rank connects to; empty: it is connected.

@@ -89,7 +89,7 @@ class Track(Generic[_T]):
         self.batches_left = None if total is None else total + 1
         _running.append(self)
         try:
-            for batch in reporter.timed(self._loader):
+            for batch in reporter.timed(self._loader if not stop.requested else ()):
                 count = next(sizes, None) if sizes is not None else None
                 count = _length(batch) if count is None else count
                 if hasattr(self._sampler, "received"):

@@ -80,8 +80,9 @@ class Agent:
             return self._exit_code
         except _Interrupted:
             assert self._stop.signal is not None
-            self._record.keep_end(128 + self._stop.signal)
-            return 128 + self._stop.signal
+            code = self._spec.stopped_code(self._stop.signal)
+            self._record.keep_end(code)
+            return code
         except RunOver as over:
             text = f"the run has ended with exit code {over.exit_code} before this node could take part"
             self._say([text])
@@ -104,10 +105,9 @@ class Agent:
     def _judge(self) -> FailureJudge:
         from phalanx.launch.agent.failure_judge import FailureJudge  # not needed while all goes well
 
-        return FailureJudge(self._directory, self._spec.node_name, self._record, self._watchdogs, self._peers)
+        return FailureJudge(self._directory, self._spec, self._record, self._watchdogs, self._peers)
 
     def _run_attempts(self) -> int:
-        most = self._spec.max_restarts + 1
         attempt = 0
         while True:
             self._helper_loss, endings = [], []
@@ -120,21 +120,23 @@ class Agent:
                 self._lose_helper(lost)
             if self._stop.signal is not None:
                 cause = self._judge.cause_before(self._stop.signalled_at, endings)
-                return self._end(128 + self._stop.signal, endings, cause, attempt)
+                return self._end(self._spec.stopped_code(self._stop.signal), endings, cause, attempt)
             has_failed = any(ending.failed for ending in endings) or (self._helper_loss and not endings)
             if not has_failed and not self._peers.lost and self._watchdogs.hang is None:
                 return self._end(0, endings, None, attempt)
             verdict, reason = self._judge.judge(endings, self._helper_loss)
+            left = self._judge.restarts_left()
             # What even SIGKILL has not ended still holds the run's memory, ports and devices.
-            is_last = attempt + 1 >= most or not self._peers.can_restart or bool(self._zygote.left)
+            is_last = left < 0 or not self._peers.can_restart or bool(self._zygote.left)
             if not is_last and (loop := self._judge.crash_loop(verdict, endings, bool(self._helper_loss))):
                 is_last = True
-                self._say([f"{loop}; the {most - attempt - 1} attempts left are not made"])
+                self._say([f"{loop}; the {left + 1} attempts left are not made"])
             if is_last:
                 return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt, reason)
             attempt += 1
             self._record.keep_restart(attempt, reason, verdict)
-            self._say([f"{reason}; starting again, attempt {attempt + 1} of {most}", *self._helper_loss[1:]])
+            again = f"starting again, attempt {attempt + 1} of {attempt + 1 + left}"
+            self._say([f"{reason}; {again}", *self._helper_loss[1:]])
             if self._helper_loss:
                 self._zygote.restart()
 
@@ -284,7 +286,7 @@ class Agent:
             said = self._judge.failure_block(verdict, len(endings), attempt + 1, elsewhere)
         stop = None
         if verdict is None and reason is None and self._stop.is_requested:
-            stop, said = self._stop.outcome(endings)
+            stop, said = self._stop.outcome(endings, is_first=self._peers.is_first)
         hang, log_of = self._watchdogs.hang, self._peers.log_of
         self._record.keep_end(exit_code, endings, verdict, attempt, said, log_of, hang, stop)
         if said:

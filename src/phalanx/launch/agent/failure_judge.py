@@ -20,6 +20,7 @@ from phalanx.failure.root_cause import Verdict, failed_before, find_cause, is_vi
 from phalanx.launch.agent.run_record import RunRecord
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.multinode import SingleNode
+from phalanx.launch.spec.launch_spec import LaunchSpec
 from phalanx.source_lines import shorten_path, source_of, users_line
 from phalanx.status import layout, reading
 from phalanx.status.rank_record import MESSAGES
@@ -32,9 +33,10 @@ class FailureJudge:
     """Judges the failed attempts of one run, as far as this node knows them."""
 
     def __init__(
-        self, directory: Path, node_name: str | None, record: RunRecord, watchdogs: Watchdogs, peers: SingleNode | Peers
+        self, directory: Path, spec: LaunchSpec, record: RunRecord, watchdogs: Watchdogs, peers: SingleNode | Peers
     ) -> None:
-        self._directory, self._node_name, self._record = directory, node_name, record
+        self._directory, self._spec, self._record = directory, spec, record
+        self._failures = self._preemptions = 0
         self._watchdogs, self._peers = watchdogs, peers
         self._crash_loop = CrashLoop()
 
@@ -89,6 +91,18 @@ class FailureJudge:
         verdict = find_cause(endings)
         return verdict, one_line(verdict.cause)
 
+    def restarts_left(self) -> int:
+        """How many attempts there may be after the next one, now that one more has failed; negative: not even that.
+
+        The loss of a node is a preemption, not a failure of the script, and has a limit of its own.
+        """
+        is_preempted = bool(self._peers.lost)
+        self._failures, self._preemptions = self._failures + (not is_preempted), self._preemptions + is_preempted
+        limit = self._spec.max_preemptions
+        if limit is not None and self._preemptions > limit:
+            return -1
+        return self._spec.max_restarts - self._failures
+
     def crash_loop(self, verdict: Verdict | None, endings: Sequence[Ending], is_helper_lost: bool) -> str | None:
         """Why another attempt would fail in the same way, in a sentence; None when it may not."""
         if verdict is not None:
@@ -100,8 +114,8 @@ class FailureJudge:
 
     def failure_block(self, verdict: Verdict, world_size: int, attempts: int, elsewhere: str | None) -> list[str]:
         """The lines for the console. ``elsewhere``: the run directory of the cause's node, if it is another one."""
-        if elsewhere is None and self._node_name is not None:  # the reader may sit at another machine
-            elsewhere = f"{self._node_name}:{self._directory.absolute()}"
+        if elsewhere is None and self._spec.node_name is not None:  # the reader may sit at another machine
+            elsewhere = f"{self._spec.node_name}:{self._directory.absolute()}"
         log = events.log_path(Path(elsewhere) if elsewhere else self._directory, verdict.cause.rank)
         return failure_block(
             verdict,

@@ -18,7 +18,8 @@ from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.spec.launch_spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from phalanx.preemption.agreement import Agreement
+    from phalanx.preemption.agreement import Agreement, NodeVotes
+    from phalanx.preemption.deadline import Deadline
     from phalanx.watchdog.exchange import Exchange
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -27,6 +28,8 @@ IN_A_HURRY = (signal.SIGINT, signal.SIGQUIT)
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "INVOCATION_ID")
 """Each is set by a scheduler, or by systemd, that kills what does not end in time."""
 _LONGEST_AGREEMENT = 30.0
+_LOOK_EVERY = 1.0
+"""Seconds between two looks at a known end of the run."""
 _SAME_CAUSE = 1.0
 """Seconds after a stop in which the same signal is taken for a part of the same cause."""
 
@@ -45,9 +48,18 @@ class RunStop:
     ) -> None:
         self._directory, self._say = directory, say
         self._limit = seconds_to_end(spec, environ)
+        self._deadline: Deadline | None = None
+        if spec.time_limit is not None or environ.get("SLURM_JOB_END_TIME"):
+            from phalanx.preemption.deadline import Deadline
+
+            self._deadline = Deadline(spec.time_limit, environ)
+        self._look_at = 0.0
+        self._requeued = environ.get("SLURM_JOB_ID") if spec.requeue else None
+        """The SLURM job that is put back into its queue after a stop."""
         self.signal: int | None = None
         """The first signal that ends the run."""
         self.signalled_at = 0.0
+        self._by = ""
         self.reason: str | None = None
         """Why a rank has asked to stop."""
         self.step: int | None = None
@@ -88,6 +100,9 @@ class RunStop:
                     self.reason = request.reason
                     self._say([f"rank {rank.rank} asks to stop: {request.reason}"])
                 self._request(request.signal, request.reason)
+        if self._deadline is not None and self.signal is None and time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_EVERY
+            self._stop_in_time(self._deadline)
         if self._agreement is not None:
             self._agreement.turn()
             if self._agreement.state == "stopped":
@@ -99,41 +114,60 @@ class RunStop:
     def is_requested(self) -> bool:
         return self.signal is not None or self.reason is not None
 
-    def outcome(self, endings: Sequence[Ending]) -> tuple[StopRecord, list[str]]:
-        """How the stop has ended, for report.json and for the console."""
+    def _stop_in_time(self, deadline: Deadline) -> None:
+        """Stops the ranks if the end of the run is near. Those that could not save are left to SLURM."""
+        votes = self._votes()
+        can_stop, longest_save = votes.can_stop(signal.SIGTERM), votes.longest_save()
+        votes.close()
+        if (deadline.is_ours or can_stop) and deadline.is_due(longest_save):
+            self._take(signal.SIGTERM, deadline.describe())
+            self._request(signal.SIGTERM, deadline.describe().partition(" is ")[0])
+
+    def outcome(self, endings: Sequence[Ending], *, is_first: bool) -> tuple[StopRecord, list[str]]:
+        """How the stop has ended, for report.json and for the console; ``is_first``: this is the node of rank 0."""
         from phalanx.preemption import outcome
 
-        by = signal.Signals(self.signal).name if self.signal else f"a request ({self.reason})"
+        by = self._by or f"a request ({self.reason})"
         record = outcome.record(by, self.step, endings)
-        return record, outcome.lines(record, len(endings), self._limit)
+        lines = outcome.lines(record, len(endings), self._limit)
+        if self._requeued is not None and is_first and self.signal is not None:
+            from phalanx.preemption.deadline import requeue
+
+            lines.append(requeue(self._requeued))
+        return record, lines
 
     @property
     def longest_wait(self) -> float:
         """Seconds that the loop may sleep."""
         return 0.5 if self._agreement is None else 0.002
 
-    def _take(self, number: int) -> None:
+    def _take(self, number: int, by: str = "") -> None:
         if self.signal is None:
             self.signal, self.signalled_at = number, time.time()
             again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
             limit = (
                 "in the time that the scheduler gives them" if self._limit == math.inf else f"{self._limit:g} s at most"
             )
-            self._say([f"{signal.Signals(number).name}: stopping the ranks, {limit} ({again}: at once)"])
+            self._by = by.partition(" is ")[0] or signal.Signals(number).name
+            self._say([f"{by or self._by}: stopping the ranks, {limit} ({again}: at once)"])
 
     def _request(self, number: int, reason: str) -> None:
         is_same = time.monotonic() < self._delivered.get(number, -math.inf) + _SAME_CAUSE
         if self._agreement is not None or self._attempt.is_stopping or is_same:
             return
-        from phalanx.preemption.agreement import Agreement, NodeVotes
+        from phalanx.preemption.agreement import Agreement
         from phalanx.watchdog.exchange import Exchange
 
-        ranks = self._attempt.ranks
-        votes = NodeVotes(self._directory, ranks, lambda rank: ranks[rank].exited is not None)
         limit = min(self._limit / 2, _LONGEST_AGREEMENT)
         self._number = number
-        self._agreement = Agreement(votes, self._exchange or Exchange(), number, reason, limit)
+        self._agreement = Agreement(self._votes(), self._exchange or Exchange(), number, reason, limit)
         self.turn()
+
+    def _votes(self) -> NodeVotes:
+        from phalanx.preemption.agreement import NodeVotes
+
+        ranks = self._attempt.ranks
+        return NodeVotes(self._directory, ranks, lambda rank: ranks[rank].exited is not None)
 
     def _receive(self, node: int, body: bytes) -> None:
         """The first message of another node about a stop."""
@@ -159,7 +193,7 @@ class RunStop:
             return
         self.is_agreed, self.step = True, step
         if self._number:
-            self.signal = self.signal or self._number
+            self.signal, self._by = self.signal or self._number, self._by or signal.Signals(self._number).name
             self._attempt.stop(None, timeout=math.inf if self._number in NOTICES else self._limit)
 
     def _signal_at_once(self) -> None:

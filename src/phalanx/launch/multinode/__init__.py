@@ -73,6 +73,7 @@ class SingleNode:
     lost: dict[int, str] = {}  # noqa: RUF012 (it stays empty)
     name = "this node"
     can_restart = True
+    is_first = True
 
     def __init__(self, keeper: Keeper, nproc: int) -> None:
         self._keeper = keeper

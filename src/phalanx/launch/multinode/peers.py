@@ -91,6 +91,11 @@ class Peers:
         return f"node {self._own.node} (host {self._own.host})"
 
     @property
+    def is_first(self) -> bool:
+        """This is the node of rank 0."""
+        return self._own.node == 0
+
+    @property
     def stop_reason(self) -> str | None:
         """The reason for which another node stops the ranks of this one."""
         return self._now.stop.why if self._now.stop is not None else None

@@ -79,7 +79,7 @@ class _Conductor:
                 self._begin()
                 self._turn_until(lambda: all(connection.is_over for connection in self._connections))
                 self._print_verdict()
-            return 128 + self._signalled[0] if self._signalled else self._exit_code
+            return self._spec.stopped_code(self._signalled[0]) if self._signalled else self._exit_code
         finally:
             self._loop.restore_signals()
             self._close()

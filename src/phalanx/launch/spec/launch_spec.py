@@ -109,6 +109,14 @@ class LaunchSpec(Record, frozen=True):
     """``auto``: a script that asks for gloo may get shm; ``as-written``: it may not."""
     shutdown_timeout: float | None = None
     """None: 10 seconds, or the time that a scheduler gives after its signal."""
+    time_limit: float | None = None
+    """Seconds; the ranks stop early enough to save before."""
+    stopped_exit_code: int | None = None
+    """After a stop by a signal or a limit; None: 128 and the signal."""
+    requeue: bool = False
+    """Put the SLURM job back into its queue after such a stop."""
+    max_preemptions: int | None = None
+    """Restarts after the loss of a node, which ``max_restarts`` does not count; None: no limit."""
     stall_after: float = 30.0
     """Seconds without progress of any rank until it is a stall; 0 for no limit."""
     on_stall: str = "wait"
@@ -159,9 +167,17 @@ class LaunchSpec(Record, frozen=True):
             raise UsageError(f"--node-rank {self.node_rank} does not exist: {most} node(s) have 0 to {most - 1}.")
         if self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}; give 0 or more.")
+        if self.max_preemptions is not None and self.max_preemptions < 0:
+            raise UsageError(f"--max-preemptions is {self.max_preemptions}; give 0 or more.")
+        if self.stopped_exit_code is not None and not 0 <= self.stopped_exit_code <= 255:
+            raise UsageError(f"--stopped-exit-code is {self.stopped_exit_code}; give 0 to 255.")
         self._check_seconds()
         if self.start_method not in START_METHODS:
             raise UsageError(f"--start-method {self.start_method} is unknown; give one of {', '.join(START_METHODS)}.")
+
+    def stopped_code(self, number: int) -> int:
+        """The exit code of a run that a signal has stopped."""
+        return 128 + number if self.stopped_exit_code is None else self.stopped_exit_code
 
     @property
     def seconds_to_end(self) -> float:
