@@ -245,7 +245,7 @@ class StopRecord(Record, frozen=True):
     step: Count | None = None
     """The optimizer steps after which all ranks stopped, if they had agreed on one."""
     saved: Mapping[Rank, Count] = {}
-    """The step of each rank's last checkpoint, as far as px.Checkpointer knows."""
+    """The step of the last checkpoint that each rank has seen whole, as far as px.Checkpointer knows."""
     killed: tuple[Rank, ...] = ()
     """Those that did not end in time."""
     failed: tuple[Rank, ...] = ()

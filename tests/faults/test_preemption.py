@@ -6,15 +6,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.conftest import start
+from tests.conftest import WITHOUT_TORCH, Runner, start
 
 SCRIPT = """
 import multiprocessing, os, signal, sys, time
@@ -224,43 +222,44 @@ def test_signals_to_helpers_alone_and_a_notice_that_nobody_wants(script, tmp_pat
     assert "SIGUSR2: the script neither handles it nor asks px.stop, so the ranks continue" in err
 
 
-def test_a_time_limit_leaves_time_for_the_save(script, tmp_path: Path) -> None:
-    """px.track ends by itself, the checkpointer saves whatever its schedule, and the next run resumes there."""
+def test_track_ends_and_the_checkpointer_saves(phalanx: Runner, script, tmp_path: Path) -> None:
+    """Whatever its schedule says, and the next run resumes there."""
     name = script(
         """
-        import sys, time, torch, phalanx as px
+        import torch, phalanx as px
         with px.init() as world:
             model = px.data_parallel(torch.nn.Linear(4, 1))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             state = px.State(model=model, optimizer=optimizer)
             with px.Checkpointer("checkpoints", every=1_000_000) as checkpointer:
                 checkpointer.load_latest(state)
-                px.print("begins at", state.step)
+                begun = state.step
                 for batch in px.track([torch.randn(2, 4)] * 100_000, quiet=True):
                     model(batch).sum().backward()
                     optimizer.step()
                     state.step += 1
                     checkpointer.save(state)
-                    time.sleep(0.01)
-            px.print("ends at", state.step, px.stop.reason)
+                    if state.step == begun + 20 and world.rank == 1:
+                        px.stop.request("twenty steps")
+            px.print("from", begun, "to", state.step, px.stop.reason)
         """
     )
-    flags = ["--nproc-per-node", "2", "--time-limit", "8s", "--stopped-exit-code", "75"]
-    outcome = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", *flags, name], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert outcome.returncode == 75, outcome.stderr
-    step = int(re.findall(r"ends at (\d+) the time limit", outcome.stdout)[0])
-    assert "the time limit is 0 s away: stopping the ranks" in outcome.stderr
-    told = (
-        f"stopped by the time limit after {step} steps; all ranks have ended by themselves, with a checkpoint of step"
-    )
-    assert f"{told} {step}" in outcome.stderr
-    report = json.loads((tmp_path / "runs/latest/report.json").read_text())
-    assert report["stop"] == {
-        "by": "the time limit",
-        "step": step,
-        "saved": {"0": step, "1": step},
-        "killed": [],
-        "failed": [],
-    }
+    end = 0
+    for _ in range(2):
+        outcome = phalanx("run", "--nproc-per-node", "2", name)
+        assert outcome.code == 0, outcome.err
+        begun, end = (int(step) for step in re.findall(r"from (\d+) to (\d+) twenty steps", outcome.out)[0])
+        stop = json.loads((tmp_path / "runs/latest/report.json").read_text())["stop"]
+        assert (stop["by"], stop["step"]) == ("a request (twenty steps)", end - begun)
+        assert end in stop["saved"].values()
+        told = f"stopped by a request (twenty steps) after {end - begun} steps; all ranks have ended by themselves"
+        assert f"{told}; the last checkpoint is of step {end}\n" in outcome.err
+    assert begun == end - stop["step"] > 20
+
+
+def test_a_time_limit_ends_a_script_that_asks_nothing(phalanx: Runner, script) -> None:
+    name = script("import time\ntime.sleep(60)")
+    flags = ("--time-limit", "1s", "--stopped-exit-code", "75")
+    outcome = phalanx("run", "--nproc-per-node", "2", *WITHOUT_TORCH, *flags, name)
+    assert outcome.code == 75
+    assert "phalanx: the time limit is 0 s away: stopping the ranks, 10 s at most (Ctrl-C: at once)" in outcome.told

@@ -22,7 +22,7 @@ def record(by: str, step: int | None, endings: Sequence[Ending]) -> StopRecord:
     )
 
 
-def lines(stop: StopRecord, ranks: int, seconds: float) -> list[str]:
+def lines(stop: StopRecord, seconds: float) -> list[str]:
     """The lines for the console: what could not be saved; for a stop at an agreed step, that all went well."""
     found = []
     if stop.killed:
@@ -34,8 +34,7 @@ def lines(stop: StopRecord, ranks: int, seconds: float) -> list[str]:
         found.append(f"{_those(stop.failed)} failed after {stop.by}; {_INCOMPLETE}")
     if found or stop.step is None:
         return found
-    saved = set(stop.saved.values())
-    last = f", with a checkpoint of step {saved.pop()}" if len(stop.saved) == ranks and len(saved) == 1 else ""
+    last = f"; the last checkpoint is of step {max(stop.saved.values())}" if stop.saved else ""
     return [f"stopped by {stop.by} after {stop.step} steps; all ranks have ended by themselves{last}"]
 
 

@@ -129,7 +129,7 @@ class RunStop:
 
         by = self._by or f"a request ({self.reason})"
         record = outcome.record(by, self.step, endings)
-        lines = outcome.lines(record, len(endings), self._limit)
+        lines = outcome.lines(record, self._limit)
         if self._requeued is not None and is_first and self.signal is not None:
             from phalanx.preemption.deadline import requeue
 
