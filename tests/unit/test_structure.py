@@ -26,7 +26,7 @@ LEAVES = set(
 EDGES = {
     "backends": {"shm"},  # the only one that loads it
     "bench": {"backends", "launch.process"},
-    "checkpoint": {"checkpoint.storage", "world"},
+    "checkpoint": {"checkpoint.storage", "preemption", "world"},
     "checkpoint.storage": set(),
     "cli": {"bench", "checkpoint", "diagnose", "diagnose.doctor", "launch", "self_test", "watchdog.stall"},
     "comm": {"world"},

@@ -29,12 +29,12 @@ compute_metrics data_parallel init log main_only print rank_zero_first shard spa
 FLAGS = """
 --backend --devices --dry-run --duplicate-stderr-filters --duplicate-stdout-filters
 --export --hostfile --hosts --interface --local-addr --local-ranks-filter --log-dir
---master-addr --master-port --max-restarts
+--master-addr --master-port --max-preemptions --max-restarts
 --module --monitor-interval --nnodes --no-python --node-rank --nproc-per-node --numa-binding --on-stall --preload
 --rdzv-backend --rdzv-conf
---rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --role --run-path --secret-file --shutdown-timeout
+--rdzv-endpoint --rdzv-id --rdzv-timeout --redirects --requeue --role --run-path --secret-file --shutdown-timeout
 --signals-to-handle --ssh --stall-after --standalone
---start-method --tee --virtual-local-rank
+--start-method --stopped-exit-code --tee --time-limit --virtual-local-rank
 """.split()
 
 WRITTEN = """
@@ -56,6 +56,7 @@ CONDA_PREFIX CONDA_DEFAULT_ENV
 TORCH_FR_BUFFER_SIZE TORCH_NCCL_DEBUG_INFO_TEMP_FILE TORCH_NCCL_ENABLE_TIMING NCCL_MULTI_RANK_GPU_ENABLE
 PYTORCH_NVML_BASED_CUDA_CHECK
 ROCR_VISIBLE_DEVICES VIRTUAL_ENV
+SLURM_JOB_END_TIME KUBERNETES_SERVICE_HOST PBS_JOBID LSB_JOBID INVOCATION_ID
 """.split()
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import env, messages
-from phalanx.argparser import duration
 from phalanx.errors import UsageError
 from phalanx.launch import flags
 from phalanx.launch.spec import device_count
@@ -22,6 +21,8 @@ from phalanx.launch.spec.launch_spec import (
     Placement,
     Program,
     ProgramKind,
+    check_requeue,
+    parse_time_limit,
 )
 from phalanx.system.ports import LOOPBACK, check_port
 
@@ -86,9 +87,9 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         preload=tuple(name for name in arguments.preload.split(",") if name),
         backend=arguments.backend or env.backend_choice(environ) or "auto",
         shutdown_timeout=arguments.shutdown_timeout,
-        time_limit=_time_limit(arguments.time_limit),
+        time_limit=parse_time_limit(arguments.time_limit),
         stopped_exit_code=arguments.stopped_exit_code,
-        requeue=_requeue(arguments.requeue, environ),
+        requeue=check_requeue(arguments.requeue, environ),
         max_preemptions=arguments.max_preemptions,
         stall_after=arguments.stall_after,
         on_stall=arguments.on_stall,
@@ -248,21 +249,6 @@ def _conf(text: str) -> dict[str, float]:
 def _start_method(text: str) -> str:
     """Translates torchrun's own values."""
     return {"spawn": "exec", "forkserver": "fork"}.get(text, text)
-
-
-def _time_limit(text: str) -> float | None:
-    if not text:
-        return None
-    seconds = duration(text)
-    if not seconds:
-        raise UsageError(f"--time-limit is {text!r}; give a time like 90s, 45min, 3h50m or 1-12:00:00.")
-    return seconds
-
-
-def _requeue(asked: object, environ: Mapping[str, str]) -> bool:
-    if asked and not environ.get("SLURM_JOB_ID"):
-        raise UsageError("--requeue is for SLURM jobs, and SLURM_JOB_ID is not set here; leave it out.")
-    return bool(asked)
 
 
 def _signals(text: str) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from phalanx.torch_compat.c10d import SEQUENCE_NUMBER
 
+_count = SEQUENCE_NUMBER.get()
+
 
 def world_collectives() -> int:
     """Returns how many collectives the group of all ranks has called; 0 where nobody counts them."""
@@ -15,8 +17,7 @@ def world_collectives() -> int:
     own = getattr(group, "collectives_called", None)
     if own is not None:
         return own
-    count = SEQUENCE_NUMBER.of(group)
     try:
-        return count() if count is not None else 0
+        return 0 if _count is None else _count(group)
     except RuntimeError:  # a backend of somebody else's does not count
         return 0

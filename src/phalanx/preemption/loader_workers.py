@@ -12,19 +12,17 @@ from collections.abc import Callable
 from multiprocessing import forkserver, get_start_method, resource_tracker, util
 from typing import Any
 
-from torch.utils.data._utils import worker
-
 from phalanx.native import library
 from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _FORKSERVER_GUARD = "phalanx.preemption.forkserver_guard"
-_torch_worker_loop = worker._worker_loop
+_torch_worker_loop = WORKER_LOOP.get()
 
 
 def install() -> None:
     """In a rank, or in the process that ranks are forked from. Without the C library helpers end as torch's do."""
-    if library.why_not() is None and WORKER_LOOP.wrap(lambda _: worker_loop) is not None:
+    if library.why_not() is None and WORKER_LOOP.wrap(lambda _: worker_loop):
         START_WORKERS.wrap(_with_signals_blocked)
         util.register_after_fork(_owner, _guard_helper)
 
