@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from phalanx.preemption import stop_point
-from phalanx.preemption.clock import world_collectives
+from phalanx.preemption import stop_point, world_clock
 from phalanx.recorder import device_clock
 from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
@@ -34,8 +33,10 @@ def install() -> None:
     dataloader.NEXT.wrap(around(_fetch))
     BACKWARD.wrap(around(_backward))
     SAVE.wrap(around(_save))
+    world_clock.install()
     register_optimizer_step_pre_hook(never_raises(_before_step))
     register_optimizer_step_post_hook(never_raises(_after_step))
+    register_optimizer_step_post_hook(_reach_stop_point)  # the script's signal handlers may raise
     own_page.when_begun(lambda page: page.places.never_users([_TORCH]))
 
 
@@ -90,9 +91,12 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         page.stepped(_after_a_step)
         if clock is not None:
             clock.stepped()
-        points = stop_point.current()
-        if points is not None:
-            points.passed(world_collectives())
+
+
+def _reach_stop_point(*_: object) -> None:
+    points = None if torch.compiler.is_compiling() else stop_point.current()
+    if points is not None:
+        points.passed(world_clock.world_collectives())
 
 
 def compiling(*_: object) -> None:

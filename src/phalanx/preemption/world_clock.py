@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 from phalanx.torch_compat.c10d import SEQUENCE_NUMBER
 
-_count = SEQUENCE_NUMBER.get()
+_count: Callable[[dist.ProcessGroup], int] | None = None
+
+
+def install() -> None:
+    """Finds torch's own count."""
+    global _count
+    _count = SEQUENCE_NUMBER.get()
 
 
 def world_collectives() -> int:
