@@ -99,9 +99,8 @@ def test_a_signal_counts_before_the_ranks_are_there(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5.0
 
 
-@pytest.mark.parametrize(("text", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
-def test_the_exit_code_is_the_runs(text: str, code: int, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
+def test_the_exit_code_is_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; os.kill(os.getpid(), 9)")
     with started(tmp_path, run("train.py")) as (waits, _):
         waits.communicate(timeout=30)
-    assert waits.returncode == code
+    assert waits.returncode == 137
