@@ -14,12 +14,13 @@ from pathlib import Path
 from phalanx.argparser import Parser
 from phalanx.diagnose.doctor import gpus, machine, network, software, torch_build, torch_probe
 from phalanx.diagnose.doctor.finding import Facts, Finding, Judgement, Verdict, counted
-from phalanx.system import cgroups
+from phalanx.system import cgroups, procfs
 
 Check = Callable[[Facts], Judgement | None]
 
 CHECKS: dict[str, Check] = {
     "system": software.system,
+    "pid 1": software.init,
     "python": software.python,
     "environment": software.environment,
     "command": software.command,
@@ -43,6 +44,7 @@ CHECKS: dict[str, Check] = {
     "memlock": machine.locked_memory,
     "disk": machine.disk,
     "host name": network.host_name,
+    "master": network.master,
     "interfaces": network.interfaces,
     "ports": network.ports,
     "RDMA": network.rdma_ports,
@@ -84,7 +86,8 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
         return Facts(
             platform=sys.platform,
             kernel=software.kernel(),
-            container=software.container(),
+            container=(container := software.container(environ)),
+            init=procfs.command(1) if container else None,
             asked_ranks=ranks,
             python=software.read_python(environ),
             gpus=torch_build.read_gpus(environ),

@@ -57,6 +57,8 @@ class Facts:
     """The file system of the run directories."""
     tools: dict[str, str | None]
     """The path of each program that phalanx or a user may call."""
+    init: str | None = None
+    """The command line of pid 1 in a container."""
 
     @property
     def ranks(self) -> int:

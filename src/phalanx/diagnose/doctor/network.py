@@ -36,6 +36,18 @@ class Interface:
 
 
 @dataclass(frozen=True)
+class Master:
+    """The machine where the nodes of a run meet, as a scheduler's variable names it."""
+
+    variable: str
+    host: str
+    resolved: tuple[str, ...]
+    problem: str | None
+    is_here: bool
+    """By its number, this machine is the one."""
+
+
+@dataclass(frozen=True)
 class Network:
     host: str
     resolved: tuple[str, ...]
@@ -48,6 +60,7 @@ class Network:
     """The process that holds each port; None when it is free."""
     rdma: tuple[tuple[str, str, str, str], ...] = ()
     """``mlx5_0:1``, ``4: ACTIVE``, ``InfiniBand`` or ``Ethernet``, ``200 Gb/sec (4X HDR)``."""
+    master: Master | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,7 @@ def read_network(environ: Mapping[str, str]) -> Network:
         gloo_interface=environ.get("GLOO_SOCKET_IFNAME") or None,
         ports={port: holder(port) for port in _PORTS},
         rdma=read_rdma(),
+        master=_read_master(environ),
     )
 
 
@@ -81,6 +95,15 @@ def read_rdma(root: Path = Path("/sys/class/infiniband")) -> tuple[tuple[str, st
         (f"{port.parent.parent.name}:{port.name}", text(port / "state"), text(port / "link_layer"), text(port / "rate"))
         for port in sorted(root.glob("*/ports/*"))
     )
+
+
+def _read_master(environ: Mapping[str, str]) -> Master | None:
+    for variable in ("PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "MASTER_ADDR"):
+        if given := environ.get(variable):
+            host = given.rpartition(":")[0].strip("[]") or given if variable == "PET_RDZV_ENDPOINT" else given
+            number = environ.get("PET_NODE_RANK") or environ.get("JOB_COMPLETION_INDEX") or environ.get("RANK")
+            return Master(variable, host, *resolve(host), is_here=number == "0")
+    return None
 
 
 def resolve(host: str, timeout: float = _RESOLVE_SECONDS) -> tuple[tuple[str, ...], str | None]:
@@ -137,11 +160,31 @@ def host_name(facts: Facts) -> Judgement:
     advice = f"{_ALONE} connect it to a network"
     if address is not None:
         advice = f"{_ALONE} give {address} to --master-addr or -H, or write `{address} {found.host}` into /etc/hosts"
+    if facts.container == "kubernetes":
+        advice = f"{_ALONE} in the pod's description subdomain, and a headless Service of that name"
     if found.resolve_problem is not None:
         return warning(f"{found.host}, not resolved ({found.resolve_problem})", advice)
     if all(map(is_loopback, found.resolved)):
         return warning(f"{value}, which other machines cannot reach", advice)
     return ok(value) if own.intersection(found.resolved) else warning(f"{value}, none of this machine's", advice)
+
+
+def master(facts: Facts) -> Judgement:
+    """Checks that the machine where the nodes meet can be found."""
+    found = facts.network.master
+    if found is None:
+        return info("no variable names one, so it is --master-addr; only for several machines")
+    value = f"{found.variable}={found.host}"
+    advice = "start that machine, or give its address"
+    if facts.container == "kubernetes":
+        advice = "it takes a headless Service with publishNotReadyAddresses: true, and its name as the pods' subdomain"
+    if found.problem is not None:
+        return warning(f"{value} is not resolved ({found.problem})", advice)
+    value += f" is {', '.join(found.resolved)}"
+    own = {address for each in facts.network.interfaces for address in each.addresses}
+    if found.is_here and not own.intersection(found.resolved):
+        return warning(f"{value}, none of this machine's, which is node 0", advice)
+    return ok(value)
 
 
 def interfaces(facts: Facts) -> Judgement:

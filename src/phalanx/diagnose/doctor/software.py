@@ -14,6 +14,7 @@ from pathlib import Path
 from phalanx.diagnose.doctor.finding import Facts, Judgement, error, info, ok, warning
 
 _OLDEST_PYTHON = (3, 11)
+_SHELLS = ("sh", "bash", "dash", "ash", "zsh")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,10 @@ def kernel() -> str:
     return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
-def container() -> str | None:
+def container(environ: Mapping[str, str]) -> str | None:
     """The kind of container that this process is in, by a file that each of them has."""
+    if environ.get("KUBERNETES_SERVICE_HOST"):  # a pod without an account has no such file
+        return "kubernetes"
     service = "/var/run/secrets/kubernetes.io"
     marks = {"kubernetes": service, "docker": "/.dockerenv", "podman": "/run/.containerenv"}
     return next((kind for kind, mark in marks.items() if Path(mark).exists()), None)
@@ -91,6 +94,16 @@ def _is_same(one: Path, other: Path) -> bool:
 def system(facts: Facts) -> Judgement:
     value = facts.kernel + (f", in a container ({facts.container})" if facts.container else "")
     return error(value, "phalanx run needs Linux or WSL2; here: python train.py", facts.platform != "linux")
+
+
+def init(facts: Facts) -> Judgement:
+    """The process that gets a container's signals."""
+    if not facts.init:
+        return info("not in a container")
+    shell, *words = facts.init.split()
+    runs_script = Path(shell).name in _SHELLS and any(not word.startswith("-") for word in words)
+    advice = "it does not pass on SIGTERM, so nothing is saved at an eviction: write exec before the command in it"
+    return warning(facts.init if len(facts.init) <= 80 else f"{facts.init[:79]}…", advice, runs_script)
 
 
 def python(facts: Facts) -> Judgement:
