@@ -1,7 +1,8 @@
 """Other people's code under `phalanx run`. `make contact` (CONTACT=full) runs all of it and writes docs/contact.md.
 
-`make test` runs the small part: what needs a package that developers do not have is not collected there. The first
-line of a test's docstring says in the table what was run; `record_property` with "version" or "result" adds to it.
+`make test` runs the small part: what takes minutes, or needs a package that developers do not have, is not collected
+there. The first line of a test's docstring says in the table what was run; `record_property` with "version" or "result"
+adds to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from phalanx.bench.commands import describe
 from tests.conftest import REPOSITORY, start
 
 FULL = os.environ.get("CONTACT") == "full"
-collect_ignore = [] if FULL else ["test_frameworks.py", "test_preemption.py"]
+collect_ignore = [] if FULL else ["test_frameworks.py", "test_preemption.py", "test_slurm.py"]
 
 _PAGE = REPOSITORY / "docs/contact.md"
 _LAUNCHERS = {
