@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 from torch.distributed import HashStore
@@ -97,8 +98,9 @@ def test_the_result_of_rank_0_has_its_type(
 
 def test_a_master_whose_name_and_host_appear_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cluster, names, networks and ports appear one after the other; what cannot pass is raised at once."""
-    monkeypatch.setattr(tcp_store, "_FIRST_NOTICE", 0.2)
+    monkeypatch.setattr(tcp_store, "_FIRST_NOTICE", 0.0)
     monkeypatch.setattr(tcp_store, "_NEXT_NOTICE", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     name = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     passing = [OSError(number, os.strerror(number)) for number in (errno.EHOSTUNREACH, errno.ENETUNREACH)]
     errors: list[Exception | None] = [name, *passing, ConnectionRefusedError(), None]
@@ -113,6 +115,7 @@ def test_a_master_whose_name_and_host_appear_late(monkeypatch: pytest.MonkeyPatc
     notices: list[str] = []
     tcp_store.await_listener("job-0.job", 29500, 20.0, notices.append)
     assert [notice.partition("s: ")[2] for notice in notices] == [
+        "its name cannot be resolved (Name or service not known)",
         "No route to host",
         "Network is unreachable",
         "nobody listens there",
