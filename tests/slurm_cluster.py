@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import pytest
 from phalanx.testing import Node, VirtualNodes, virtual_nodes
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "scontrol", "munged")
+_SECONDS = 110.0  # a machine that runs other tests too may be slow
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
 
 needs_slurm = [
@@ -62,7 +64,8 @@ SlurmctldLogFile={directory}/slurmctld.log
 SlurmdLogFile={directory}/slurmd.%n.log
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
-NodeName=node[0-1] CPUs=8 State=UNKNOWN
+GresTypes=gpu
+NodeName=node[0-1] CPUs=8 Gres=gpu:{gpus} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_time}
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
@@ -94,7 +97,7 @@ class SlurmCluster:
 
     def run(self, place: Path, *command: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
         """Runs a command on the login node; returns its exit code, standard output and standard error."""
-        done = self.login.run(command, env={**self.env, **(env or {})}, cwd=place)
+        done = self.login.run(command, env={**self.env, **(env or {})}, cwd=place, timeout=_SECONDS)
         return done.returncode, done.stdout, done.stderr
 
     def submit(self, script: Path, *flags: str, env: dict[str, str] | None = None) -> str:
@@ -108,7 +111,7 @@ class SlurmCluster:
         """The fields of ``scontrol show job``, such as JobState, Restarts, EndTime and ExitCode."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.control("scontrol", "show", "job", "--oneliner", job)))
 
-    def requeue(self, job: str, seconds: float = 60) -> None:
+    def requeue(self, job: str, seconds: float = _SECONDS) -> None:
         """Requeues a running job and waits until it runs again, without the two minutes that SLURM waits first."""
         self.control("scontrol", "requeue", job)
         self.wait(job, "PENDING", seconds=seconds)
@@ -119,7 +122,7 @@ class SlurmCluster:
         """Sets the job's time limit to end in so many seconds; SLURM notices it some seconds later."""
         self.control("scontrol", "update", f"JobId={job}", f"EndTime=now+{seconds}")
 
-    def wait(self, job: str, *states: str, seconds: float = 60) -> str:
+    def wait(self, job: str, *states: str, seconds: float = _SECONDS) -> str:
         """Waits until the job is in one of the states; by default, until it has ended. Returns its state."""
         running = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED")
         state = ""
@@ -142,11 +145,13 @@ def await_that(what: Callable[[], object], name: str, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def slurm_cluster(directory: Path, *, kill_wait: int = 10, grace_time: int = 0) -> Iterator[SlurmCluster]:
+def slurm_cluster(
+    directory: Path, *, kill_wait: int = 10, grace_time: int = 0, gpus: int = 0
+) -> Iterator[SlurmCluster]:
     """Starts two nodes with slurmd (the first with slurmctld too) and a login node, in about two seconds.
 
     ``kill_wait``: seconds from SIGTERM to SIGKILL; ``grace_time``: seconds from preemption, by a job that is submitted
-    with ``--partition=urgent --exclusive``, to the end of a job.
+    with ``--partition=urgent --exclusive``, to the end of a job; ``gpus``: of each node, simulated by other devices.
     """
     with virtual_nodes(3, loopback_names=True) as nodes:
         cluster = SlurmCluster(nodes, directory)
@@ -154,7 +159,11 @@ def slurm_cluster(directory: Path, *, kill_wait: int = 10, grace_time: int = 0) 
         (directory / "munge.key").touch(0o400)
         (directory / "munge.key").write_bytes(os.urandom(1024))
         (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        values = {"address": nodes[0].address, "kill_wait": kill_wait, "grace_time": grace_time}
+        devices = [directory / f"gpu{number}" for number in range(gpus)]
+        for device in devices:
+            os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
+        (directory / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
+        values = {"address": nodes[0].address, "kill_wait": kill_wait, "grace_time": grace_time, "gpus": gpus}
         (directory / "slurm.conf").write_text(_SETTINGS.format(directory=directory, **values))
         # One munged serves all: its socket is a file.
         files = [f"--{kind}-file={directory}/munge.{kind}" for kind in ("key", "pid", "log", "seed")]

@@ -71,6 +71,7 @@ _READ = {
     "SLURM_JOB_ID": "SLURM: the job; the master port is derived from it",
     "SLURM_STEP_ID": "SLURM: the step; absent in a batch script, so that one is not mistaken for a task",
     "SLURM_CPUS_ON_NODE": "SLURM: CPUs of the step on this node; OMP_NUM_THREADS of a task is derived from it",
+    "SLURM_GPUS_PER_TASK": "SLURM: GPUs of each task; `phalanx run` in a batch script asks srun for those of all tasks",
     "SLURMD_NODENAME": "SLURM: its name of this machine",
     "OMPI_COMM_WORLD_RANK": "Open MPI: rank",
     "OMPI_COMM_WORLD_SIZE": "Open MPI: world size",

@@ -156,6 +156,25 @@ def test_without_slurms_programs(cluster: SlurmCluster, place: Path) -> None:
     assert "phalanx: srun could not be started: No such file or directory" in err
 
 
+def test_gpus(tmp_path: Path) -> None:
+    """Each rank has a GPU of its own, whether SLURM gives GPUs to nodes or to tasks."""
+    show = "import os; print('gpu', *map(os.environ.get, ('RANK', 'LOCAL_RANK', 'CUDA_VISIBLE_DEVICES')), flush=True)"
+    (tmp_path / "show.py").write_text(show)
+    (tmp_path / "daemons").mkdir()
+    with slurm_cluster(tmp_path / "daemons", gpus=4) as cluster:
+        for command, visible in (
+            (("salloc", "-N2", "--gpus-per-node=2", *PHALANX, "--nproc-per-node", "auto"), ["0,1", "0,1"]),
+            (("salloc", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", *PHALANX), ["0,1", "0,1"]),
+            (("srun", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2", *PHALANX), ["0,1", "0,1"]),
+            (("srun", "-N2", "--ntasks-per-node=2", "--gpus-per-task=1", *PHALANX), ["0", "1"]),
+            (("srun", "-N2", "--ntasks-per-node=2", *PHALANX), ["None", "None"]),
+        ):
+            code, out, err = cluster.run(tmp_path, *command, "--start-method", "exec", "show.py")
+            assert code == 0, err
+            expected = [f"{rank} {rank % 2} {visible[rank % 2]}" for rank in range(4)]
+            assert sorted(re.findall("gpu (.*)", out)) == expected, command
+
+
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI: install openmpi-bin")
 def test_mpirun(cluster: SlurmCluster, place: Path) -> None:
     """mpirun starts its daemons with srun, and its ranks are mpirun's; on one machine they get shm."""

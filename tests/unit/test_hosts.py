@@ -186,6 +186,10 @@ def test_tasks_of_an_allocation_are_its_ranks() -> None:
     tasks = {**BATCH, "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "3,1"}
     assert host_list(**tasks).hosts == (Host("gpu1", 3), Host("gpu2", 1))
     assert host_list("--nproc-per-node", "2", **tasks).hosts == (Host("gpu1"), Host("gpu2"))
+    for asked, gpus in (("1", ("3", "1")), ("a100:2", ("a100:6", "a100:2"))):
+        found = host_list("--nproc-per-node", "2", **tasks, SLURM_GPUS_PER_TASK=asked)
+        assert tuple(host.gpus for host in found.hosts) == gpus, "otherwise an agent would get the GPUs of one task"
+        assert f"--gpus-per-node={gpus[0]}" in transports.find_transport(found.hosts[0], found).command
     assert host_list(**{**BATCH, "SLURM_TASKS_PER_NODE": "8(x2)"}).hosts == (Host("gpu1"), Host("gpu2"))
 
 

@@ -126,6 +126,12 @@ def allocated_tasks(environ: Mapping[str, str]) -> list[int]:
     return sizes if sum(sizes) == env.integer(environ, "SLURM_NTASKS") else []
 
 
+def gpus_of_tasks(environ: Mapping[str, str], tasks: int) -> str | None:
+    """Returns ``a100:8`` for 4 tasks with --gpus-per-task=a100:2; None if the job does not give GPUs to tasks."""
+    found = re.fullmatch(r"(.+:)?([0-9]{1,4})", environ.get("SLURM_GPUS_PER_TASK", ""))
+    return f"{found[1] or ''}{int(found[2]) * tasks}" if found else None
+
+
 def tasks_per_node(text: str) -> list[int]:
     """Returns [4, 4, 2] for ``4(x2),2``."""
     sizes: list[int] = []

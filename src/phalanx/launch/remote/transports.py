@@ -113,7 +113,8 @@ def find_transport(host: Host, host_list: HostList) -> Transport:
     if host_list.transport == "srun":
         # Beside a step that may be running already, and not bound to the single core of one task.
         flags = ("--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none", "--quiet")
-        return Transport(host, "srun", ("srun", *flags, *command))
+        gpus = (f"--gpus-per-node={host.gpus}",) if host.gpus else ()
+        return Transport(host, "srun", ("srun", *flags, *gpus, *command))
     if is_here(host):
         return Transport(host, "here", tuple(command))
     # `exec`: no shell stays between ssh's server and the agent.

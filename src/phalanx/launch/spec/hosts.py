@@ -165,6 +165,10 @@ def _allocated(arguments: argparse.Namespace, environ: Mapping[str, str]) -> tup
     if not nodelist or asked or slurm.is_task(environ):
         return ()
     names, tasks = slurm.hosts(nodelist), slurm.allocated_tasks(environ)
-    if arguments.nproc_per_node is not None or arguments.devices is not None or len(tasks) != len(names):
+    if len(tasks) != len(names):
         return tuple(map(Host, names))
-    return tuple(map(Host, names, tasks))
+    has_number = arguments.nproc_per_node is not None or arguments.devices is not None
+    return tuple(
+        Host(name, None if has_number else count, gpus=slurm.gpus_of_tasks(environ, count))
+        for name, count in zip(names, tasks, strict=True)
+    )

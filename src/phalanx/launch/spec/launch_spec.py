@@ -49,6 +49,8 @@ class Host(Record, frozen=True):
     slots: int | None = None
     """The number of its processes; None for --nproc-per-node."""
     user: str | None = None
+    gpus: str | None = None
+    """The GPUs that srun is asked for, if SLURM would give the agent those of one task; None: all of the job's."""
 
     @property
     def target(self) -> str:
