@@ -22,7 +22,7 @@ _torch_worker_loop = WORKER_LOOP.get()
 
 def install() -> None:
     """In a rank, or in the process that ranks are forked from. Without the C library helpers end as torch's do."""
-    if library.why_not() is None and WORKER_LOOP.wrap(lambda _: worker_loop):
+    if library.why_not() is None and SET_WORKER_SIGNALS.get() and WORKER_LOOP.wrap(lambda _: worker_loop):
         START_WORKERS.wrap(_with_signals_blocked)
         util.register_after_fork(_owner, _guard_helper)
 
