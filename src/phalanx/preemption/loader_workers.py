@@ -13,7 +13,7 @@ from multiprocessing import forkserver, get_start_method, resource_tracker, util
 from typing import Any
 
 from phalanx.native import library
-from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP
+from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP, after_worker_signals
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _FORKSERVER_GUARD = "phalanx.preemption.forkserver_guard"
@@ -67,15 +67,10 @@ def _start_forkserver() -> None:
 
 def worker_loop(*args: object) -> None:
     """Runs torch's loop in a worker of any start method, with the guard installed after torch's own handlers."""
-    if SET_WORKER_SIGNALS.wrap(_then_guard) is None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    after_worker_signals(_guard_worker)
     _torch_worker_loop(*args)
 
 
-def _then_guard(plain: Callable[[], None]) -> Callable[[], None]:
-    def set_handlers() -> None:
-        plain()
-        library.library().phx_obey_own_session(True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-
-    return set_handlers
+def _guard_worker() -> None:
+    library.library().phx_obey_own_session(True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
