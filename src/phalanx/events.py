@@ -238,18 +238,15 @@ class NodeRanks(Record, frozen=True):
 
 
 class StopRecord(Record, frozen=True):
-    """The stop of a run that had not failed."""
+    """The stop of a run that had not failed, and the ranks that were killed or failed while they stopped."""
 
     by: Text
-    """A signal's name, or the reason that a rank gave."""
     step: Count | None = None
     """The optimizer steps after which all ranks stopped, if they had agreed on one."""
     saved: Mapping[Rank, Count] = {}
     """The step of the last checkpoint that each rank has seen whole, as far as px.Checkpointer knows."""
     killed: tuple[Rank, ...] = ()
-    """Those that did not end in time."""
     failed: tuple[Rank, ...] = ()
-    """Those that failed while they stopped."""
 
 
 class ReportFile(Failure, frozen=True, kw_only=True):

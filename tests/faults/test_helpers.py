@@ -25,7 +25,7 @@ from phalanx.launch.agent.failure_judge import FailureJudge
 from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
-from phalanx.launch.spec.launch_spec import placements
+from phalanx.launch.spec.launch_spec import LaunchSpec, Program, placements
 from phalanx.system import ports, procfs
 from tests.conftest import WITHOUT_TORCH, Runner, start, told
 
@@ -203,7 +203,9 @@ def test_a_zygote_whose_worker_does_not_die(monkeypatch: pytest.MonkeyPatch, tmp
     assert (sent, time.monotonic() - started < 5.0) == ([signal.SIGKILL], True)
     # The verdict is still the reason why it was to be ended.
     watchdogs: Any = SimpleNamespace(hang=SimpleNamespace(headline="rank 0 is missing in barrier #2"))
-    judge = FailureJudge(tmp_path, None, cast(Any, None), watchdogs, cast(Any, None))
+    judge = FailureJudge(
+        tmp_path, LaunchSpec(Program("script", "train.py")), cast(Any, None), watchdogs, cast(Any, None)
+    )
     stuck = events.Ending(rank=0, pid=42, time=1.0, exit_code=None, signal=9, asked=True)
     assert judge.judge([stuck], [str(lost.value)]) == (None, "rank 0 is missing in barrier #2")
 

@@ -244,7 +244,7 @@ def test_track_ends_and_the_checkpointer_saves(phalanx: Runner, script, tmp_path
             px.print("from", begun, "to", state.step, px.stop.reason)
         """
     )
-    end = 0
+    begun, end, stop = 0, 0, {"step": 0}
     for _ in range(2):
         outcome = phalanx("run", "--nproc-per-node", "2", name)
         assert outcome.code == 0, outcome.err

@@ -167,7 +167,7 @@ def test_a_verdict_on_a_stall_stands_when_the_watchdog_aborts(tmp_path: Path) ->
     spec = LaunchSpec(Program("script", "train.py"))
     watchdogs = Watchdogs(spec, tmp_path, nothing, nothing, lambda: None)
     watchdogs._stall = HangRecord("rank 3 is stuck in a read of /data")
-    judge = FailureJudge(tmp_path, None, nothing, watchdogs, SingleNode.__new__(SingleNode))
+    judge = FailureJudge(tmp_path, spec, nothing, watchdogs, SingleNode.__new__(SingleNode))
     missing = Ending(3, 103, 12.0, signal=signal.SIGTERM, asked=True)
     assert judge.judge([ended(1, WATCHDOG), missing], []) == (
         None,

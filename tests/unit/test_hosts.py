@@ -197,7 +197,7 @@ def test_tasks_of_srun_are_one_run() -> None:
     spec = parse("train.py", **TASK)
     assert (spec.host_list, spec.nnodes, spec.node_rank, spec.nproc_per_node) == (None, (3, 3), 1, 1)
     assert (spec.master_addr, spec.master_port, spec.run_id) == ("gpu1", 15220, "slurm-7.3")
-    environ = worker_environment({}, spec, Placement(1, 0, 1, 3, 1, 3), ("10.0.0.1", 5), 0, "x", "eth0")
+    environ = worker_environment({}, spec, Placement(1, 0, 1, 3, 1, 3), ("10.0.0.1", 5), 0, "x")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
     assert [environ[name] for name in names] == ["1", "3", "1", "2", "0", "2"], "as of one agent on each node"
     for flags in (["--nnodes", "1"], ["--standalone"], ["--nnodes", "3", "--node-rank", "2"]):

@@ -112,11 +112,6 @@ def status(pid: int | str) -> dict[str, str]:
     return _fields(f"{PROC}/{pid}/status")
 
 
-def handles_signal(pid: int, number: int) -> bool:
-    """Returns whether a process has a handler for a signal."""
-    return bool(int(status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
-
-
 def command(pid: int) -> str:
     """The command line of a process."""
     return _text(f"{PROC}/{pid}/cmdline").replace("\0", " ").strip()

@@ -24,6 +24,7 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(
         plain, torch.optim.SGD(plain.parameters(), lr=0.1), DataLoader(data, batch_size=16, num_workers=2)
     )
+    step = 0
     for step, (inputs, targets) in enumerate(loader):
         accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
         optimizer.step()

@@ -167,7 +167,8 @@ class AttemptRun:
     def pass_on(self, number: int) -> None:
         """Sends a signal to the ranks that handle it: it would end the others."""
         for rank in self.ranks.values():
-            if rank.pid is not None and not rank.exited and procfs.handles_signal(rank.pid, number):
+            handled = int(procfs.status(rank.pid).get("SigCgt", "0"), 16) if rank.pid and not rank.exited else 0
+            if rank.pid and handled >> (number - 1) & 1:
                 self._zygote.signal(rank.pid, number)
 
     def stop_waiting_for_cause(self) -> None:
