@@ -7,12 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 
 import pytest
 
 from phalanx import messages, status
+from phalanx.preemption import words
 from phalanx.status import code_lines, layout, own_page, reading
 from phalanx.status.page import StatusPage
 from phalanx.status.stack_parser import from_faulthandler
@@ -44,6 +46,32 @@ def test_the_loop(path: Path) -> None:
     assert set(found.seconds) == set(layout.PHASES)
     assert found.seconds["data"] > 0
     assert found.seconds["backward"] == 0
+
+
+def test_the_parts_of_a_page_do_not_overlap() -> None:
+    """A window of steps once reached into the words by which ranks agree where to stop."""
+    records = [
+        (layout.LOOP, layout.LOOP_RECORD.size // layout.WORD),
+        (layout.CHECKPOINT_STEP, 1),
+        (layout.CONNECTING, layout.CONNECTING_BYTES // layout.WORD),
+        (layout.SECONDS, len(layout.PHASES) + 1),
+        (layout.ASKED, 2),
+        (layout.STACKS_ASKED, 2),
+        (layout.BLOCKED, len(layout.PHASES) + 1),
+        (layout.DEVICE_STEPS, 1),
+        (layout.DEVICE_SECONDS, layout.DEVICE_TIMES.size // layout.WORD),
+        (layout.DEVICE_STATE, 1),
+        (layout.GROUP, layout.GROUPS * layout.GROUP_WORDS),
+        (layout.RING, layout.RING_ENTRIES * layout.ENTRY_WORDS),
+        (layout.PLACE, layout.PLACES * layout.PLACE_WORDS),
+        (layout.FLIGHT, layout.FLIGHT_ENTRIES * layout.ENTRY_WORDS),
+        (layout.WINDOW, layout.WINDOWS * layout.WINDOW_WORDS),
+        (layout.STOP, words.DELIVERED + 1 - layout.STOP),
+        (layout.LONGEST_SAVE, 1),
+        (layout.PAGE_WORDS, 0),
+    ]
+    for (start, count), (following, _) in pairwise(records):
+        assert start + count <= following
 
 
 def test_collectives(path: Path) -> None:

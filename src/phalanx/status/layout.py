@@ -20,7 +20,7 @@ where both are equal and that is the same in a second read.
 | 768  | places: lines of the user's code, to which collectives refer by number            |
 | 1792 | the latest collectives of torch's flight recorder                                 |
 | 1984 | windows of ten steps: own work in each phase                                      |
-| 2048 | the agreement on the step at which all ranks stop (preemption/words.py), saves    |
+| 2064 | the agreement on the step at which all ranks stop (preemption/words.py), saves    |
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PAGE_BYTES = PAGE_WORDS * WORD
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
 """A number, the phase, the number of writes, epoch, step, samples, optimizer steps, start of the phase, the number."""
 CHECKPOINT_STEP = 17
-STOP, LONGEST_SAVE = 2048, 2070
+STOP, LONGEST_SAVE = 2064, 2086
 """The second is in milliseconds."""
 CONNECTING, CONNECTING_BYTES = 18, 48
 SECONDS = 24
