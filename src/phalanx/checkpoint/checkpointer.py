@@ -53,8 +53,7 @@ class Checkpointer:
             By default, every call saves.
         save_on_stop: when a stop is requested (px.stop), save() saves whatever ``every`` says.
         asynchronous: False makes save() return only when the checkpoint is whole.
-        trust: True pickles objects of any class in the state, loads them again, and loads checkpoints of the old
-            format. Loading then runs code from the checkpoint.
+        trust: True pickles objects of any class in the state and loads them again, which runs code from the checkpoint.
         mode: the mode of new files, such as 0o640; whoever may read them may list their directory. By default only
             the owner may read them, unless the umask is one for a group (such as 0o027).
     """

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,46 +22,26 @@ from phalanx.checkpoint.catalog import Catalog, Entry, check_name
 from phalanx.checkpoint.reporting import log_event, print_line
 from phalanx.checkpoint.state import State, check_random, reseed_random, restore_random, unwrapped
 from phalanx.checkpoint.storage.base import Storage
-from phalanx.checkpoint.storage.manifest import LEGACY, Broken, Manifest
+from phalanx.checkpoint.storage.manifest import Broken, Manifest
 from phalanx.checkpoint.storage.shard_file import ShardReader
 from phalanx.checkpoint.storage.values import Decoder, StateDict
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.store.coordinator import Coordinator
 from phalanx.world import World
 
-if TYPE_CHECKING:
-    from phalanx.checkpoint.storage.legacy import LegacyCheckpoint
-
-    Content: TypeAlias = "_ShardedContent | LegacyCheckpoint"
-
 _MISMATCHES_SHOWN = 3
-_TRUST = "Give trust=True, to px.Checkpointer or as --trust, if you trust whoever wrote it."
-
-
-def open_content(storage: Storage, entry: Entry, trust: bool) -> Content:
-    """Raises CheckpointError if reading it would run code, and ``trust`` does not allow that."""
-    assert entry.manifest is not None
-    if entry.manifest.version != LEGACY:
-        return _ShardedContent(storage, entry.directory, entry.manifest, trust)
-    if not trust:
-        raise CheckpointError(
-            f"{entry.directory} in {storage} was written by phalanx {entry.manifest.phalanx} as pickles, and loading "
-            f"it runs code from it. {_TRUST}"
-        )
-    from phalanx.checkpoint.storage.legacy import LegacyCheckpoint
-
-    return LegacyCheckpoint(storage, entry.directory)
 
 
 class _NotTrusted(CheckpointError):
     """Reading a value would run code."""
 
 
-class _ShardedContent:
-    """The content of one checkpoint; `LegacyCheckpoint` has the same methods."""
+class _Content:
+    """The content of one checkpoint."""
 
-    def __init__(self, storage: Storage, directory: str, manifest: Manifest, trust: bool) -> None:
-        self._storage, self._directory, self._manifest, self._trust = storage, directory, manifest, trust
+    def __init__(self, storage: Storage, entry: Entry, trust: bool) -> None:
+        assert entry.manifest is not None
+        self._storage, self._directory, self._manifest, self._trust = storage, entry.directory, entry.manifest, trust
 
     @property
     def model_shapes(self) -> dict[str, tuple[int, ...] | None]:
@@ -94,7 +73,7 @@ class _ShardedContent:
         if not self._trust:
             raise _NotTrusted(
                 f"{self._directory} in {self._storage} has objects that were pickled, and loading them runs code from "
-                f"it. {_TRUST}"
+                "it. Give trust=True, to px.Checkpointer or as --trust, if you trust whoever wrote it."
             )
         return flatten.unpickle(content)
 
@@ -108,7 +87,7 @@ def prepare(
     """
     assert entry.manifest is not None
     has_same_size = entry.manifest.world_size == world.size
-    content = open_content(storage, entry, trust)
+    content = _Content(storage, entry, trust)
     _check_fit(f"step {entry.step} in {storage}", entry.manifest, content, state)
     deferred = {f"model.{name}" for name in state.parameters()}
     # Another class than torch's may do anything with the tensors that it is given.
@@ -132,7 +111,7 @@ def prepare(
     return apply
 
 
-def _check_fit(where: str, manifest: Manifest, content: Content, state: State) -> None:
+def _check_fit(where: str, manifest: Manifest, content: _Content, state: State) -> None:
     """Raises CheckpointError, with names and shapes."""
     missing = [part for part in state.parts if part not in manifest.parts and part != "extra"]
     if missing:
@@ -264,7 +243,7 @@ def export(storage: Storage, entry: Entry, out: Path, trust: bool) -> int:
 
     try:
         with contextlib.ExitStack() as files:
-            nested, _ = open_content(storage, entry, trust).read({"model"}, 0, files)
+            nested, _ = _Content(storage, entry, trust).read({"model"}, 0, files)
     except Broken as error:
         raise CheckpointError(f"{entry.directory} in {storage} is damaged: {error}.") from None
     tensors = {name: value for name, value in nested.get("model", {}).items() if isinstance(value, Tensor)}

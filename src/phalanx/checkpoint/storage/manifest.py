@@ -22,10 +22,10 @@ from phalanx.messages import Rank, Record
 from phalanx.system import in_decimal_bytes
 
 MANIFEST = "manifest.json"
-LEGACY, CURRENT = 1, 2
+VERSION = 2
 _MOST_BYTES = 1 << 28
 MOST_STEPS = 10**18
-_FILES = {LEGACY: re.compile(r"__\d+_\d+\.distcp|\.metadata"), CURRENT: re.compile(r"rank-\d+\.safetensors")}
+_FILE = re.compile(r"rank-\d+\.safetensors")
 
 WIDTHS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -85,7 +85,7 @@ class SavedTensor(Record, frozen=True, array_like=True):
 class Manifest(Struct, frozen=True, kw_only=True):
     """The description of a checkpoint: what was saved, by how many ranks, in which files."""
 
-    version: int = CURRENT
+    version: int = VERSION
     step: Step
     time: Annotated[float, Meta(ge=0, lt=1 << 48)]
     """Seconds since the epoch when the checkpoint was complete."""
@@ -103,7 +103,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises ValueError unless the fields fit each other: reading allocates no more memory than the files have."""
-        if not all(_FILES[self.version].fullmatch(name) for name in self.files):
+        if not all(_FILE.fullmatch(name) for name in self.files):
             raise ValueError("not a file of a checkpoint")
         needed = dict.fromkeys(self.files, 0)
         for tensor in self.tensors.values():
@@ -113,7 +113,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
                 needed[name] = needed.get(name, 0) + chunk.rows * tensor.row_bytes
                 if chunk.rank >= self.world_size or name not in self.files or needed[name] > self.files[name].bytes:
                     raise ValueError("more tensors than bytes")
-        if self.version == CURRENT and len(self.rng) != self.world_size:
+        if len(self.rng) != self.world_size:
             raise ValueError("not the generators of every rank")
 
     @property
@@ -150,8 +150,8 @@ def decode(content: bytes) -> Manifest:
         if fields.pop("check") != _check(fields):
             raise Broken(f"{MANIFEST} is damaged: its content does not match its checksum")
         version = fields["version"]
-        if type(version) is int and version > CURRENT:
-            raise Broken(f"{MANIFEST} was written by a later phalanx, {fields.get('phalanx')}")
+        if type(version) is int and version != VERSION:
+            raise Broken(f"{MANIFEST} was written by another phalanx, {fields.get('phalanx')}")
         return msgspec.convert(fields, Manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Broken(f"{MANIFEST} is damaged") from None
