@@ -21,10 +21,7 @@ The files are the only interface between a run and the commands that report on i
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -285,25 +282,3 @@ def rank_events_path(run_directory: Path, rank: int) -> Path:
 def write_record(path: Path, record: object) -> None:
     """Writes JSON that people can read too; whole or not at all."""
     run_files.write_whole(path, messages.indented(record) + "\n")
-
-
-class EventLog:
-    """Appends events as JSON lines. Each line is one write, so a reader never sees half of one.
-
-    A full disk ends the file, not the run. While its writer lives, the file is locked, which readers check.
-    """
-
-    def __init__(self, path: Path) -> None:
-        import fcntl
-
-        self._fd = run_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def write(self, event: str, **fields: object) -> None:
-        line = messages.encode({"time": time.time(), "event": event, **fields})
-        with contextlib.suppress(OSError):
-            os.write(self._fd, line + b"\n")
-
-    def close(self) -> None:
-        os.close(self._fd)

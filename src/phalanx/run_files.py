@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from phalanx import messages
 from phalanx.errors import LaunchError
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -196,3 +197,25 @@ def _is_own(at: int) -> bool:
         os.close(fd)
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=at)
+
+
+class EventLog:
+    """Appends events as JSON lines. Each line is one write, so a reader never sees half of one.
+
+    A full disk ends the file, not the run. While its writer lives, the file is locked, which readers check.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import fcntl
+
+        self._fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def write(self, event: str, **fields: object) -> None:
+        line = messages.encode({"time": time.time(), "event": event, **fields})
+        with contextlib.suppress(OSError):
+            os.write(self._fd, line + b"\n")
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -506,5 +506,5 @@ def test_the_report_of_a_run_that_goes_on_is_stopped_or_loses_its_launcher(
     fields = json.loads(phalanx("report", "killed", "--json").out)
     assert (fields["state"], [rank["status"]["phase"] for rank in fields["ranks"]]) == ("lost", ["started", "started"])
     told = phalanx("report", "stopped")
-    assert told.lines[2].startswith("  ended with exit code 130 (SIGINT) after ")
+    assert told.lines[2].startswith("  ended with exit code 130, stopped by SIGINT, after ")
     assert re.match(r"rank 0: stopped, (SIGINT|exit code 1).*: KeyboardInterrupt$", told.lines[4]), told.lines

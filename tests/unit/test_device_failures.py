@@ -360,11 +360,12 @@ def test_errors_of_the_hardware_before_this_attempt_are_not_shown(
     seen: list[float] = []
     monkeypatch.setattr(gpu_evidence, "recent_xids", lambda started, states: seen.append(started) or [])
     nothing: Any = None
-    watchdogs = Watchdogs(LaunchSpec(Program("script", "train.py")), tmp_path, nothing, nothing, lambda: None)
+    spec = LaunchSpec(Program("script", "train.py"))
+    watchdogs = Watchdogs(spec, tmp_path, nothing, nothing, lambda: None)
     before = time.time()
     watchdogs.begin("runs/x", None)
     record: Any = SimpleNamespace(started=before - 3600.0)  # of the run
-    judge = FailureJudge(tmp_path, None, record, watchdogs, SingleNode.__new__(SingleNode))
+    judge = FailureJudge(tmp_path, spec, record, watchdogs, SingleNode.__new__(SingleNode))
     judge.add_evidence([ended(0, ILLEGAL)])
     assert before <= seen[0] <= time.time()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import cli, events, messages
+from phalanx import cli, events, messages, run_files
 from phalanx.devices import gpu_state
 from phalanx.diagnose import inspect_command, rank_table
 from phalanx.diagnose.inspect_command import View
@@ -197,7 +197,7 @@ def test_the_command_on_pages_of_the_living_and_the_dead(
     for page in pages:
         page.beat(layout.DATA, 2, 17, 34)
     pages[1]._words[2] = 2**22 + 1  # no process has this pid
-    log = events.EventLog(run_directory / events.AGENT_EVENTS)
+    log = run_files.EventLog(run_directory / events.AGENT_EVENTS)
     log.write("exited", rank=1, pid=2**22 + 1, exit_code=None, signal=int(signal.SIGKILL))
     log.close()
     code, out, err = command(capsys, "--seconds", "0.2")

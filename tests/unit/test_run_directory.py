@@ -63,7 +63,7 @@ def test_an_event_file_tells_whether_its_writer_lives(tmp_path: Path) -> None:
     path = tmp_path / "agent.events.jsonl"
     assert not run_directory.is_being_written(path)
     assert run_directory.read_events(path) == []
-    log = events.EventLog(path)
+    log = run_files.EventLog(path)
     log.write("started", rank=0)
     assert run_directory.is_being_written(path)
     assert run_directory.is_being_written(path), "looking changes nothing"
@@ -76,7 +76,7 @@ def test_an_event_file_tells_whether_its_writer_lives(tmp_path: Path) -> None:
 
 def test_a_run_without_a_report(tmp_path: Path) -> None:
     directory = new_run(tmp_path, "20260101-1")
-    log = events.EventLog(directory / events.AGENT_EVENTS)
+    log = run_files.EventLog(directory / events.AGENT_EVENTS)
     log.write("started", rank=3, pid=5)
     log.write("restarting", attempt=1, cause="rank 0 failed: KeyError: 'x' at train.py:6")
     pages = [StatusPage(directory / f"rank-{rank}.status", rank, 3) for rank in range(3)]
@@ -105,7 +105,7 @@ def test_a_run_without_a_report(tmp_path: Path) -> None:
 
 def test_a_run_that_stood_still_says_so_whatever_became_of_it(tmp_path: Path) -> None:
     directory = new_run(tmp_path, "20260101-1")
-    log = events.EventLog(directory / events.AGENT_EVENTS)
+    log = run_files.EventLog(directory / events.AGENT_EVENTS)
     for verdict in ({"headline": "a hang: rank 1 sleeps"}, {"headline": "a hang: rank 1 sleeps"}, None):
         log.write("stall", verdict=verdict)
     log.write("stall", verdict={"headline": "a hang: rank 0 is stopped"})

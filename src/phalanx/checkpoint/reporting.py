@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from phalanx.events import EventLog, rank_events_path
+from phalanx.events import rank_events_path
+from phalanx.run_files import EventLog
 from phalanx.status import own_page
 
 

@@ -13,7 +13,6 @@ from phalanx.diagnose import run_directory
 from phalanx.diagnose.run_directory import RankTrace, Run, exit_text
 from phalanx.events import ReportFile
 from phalanx.failure.failure_text import headline
-from phalanx.failure.signal_meaning import signal_name
 from phalanx.source_lines import clip, shorten_path
 from phalanx.system import in_bytes
 
@@ -65,10 +64,9 @@ def lines(run: Run) -> list[str]:
 def _outcome(run: Run) -> str:
     lasted, attempts = _duration(run.seconds), f", in attempt {run.attempts}" if run.attempts > 1 else ""
     if run.report is not None:
-        code = run.report.exit_code
-        was_stopped = code > 128 and run.report.cause is None and run.report.hang is None
-        stopped = f" ({signal_name(code - 128)})" if was_stopped else ""
-        return f"ended with exit code {code}{stopped} after {lasted}{attempts}"
+        stop = run.report.stop
+        stopped = f", stopped by {stop.by}," if stop is not None else ""
+        return f"ended with exit code {run.report.exit_code}{stopped} after {lasted}{attempts}"
     if run.state == "running":
         return f"is running, for {lasted} so far{attempts}"
     killed = f"lost its launcher, which was killed and has left no {events.REPORT_FILE}"

@@ -12,18 +12,8 @@ from typing import Any
 from phalanx import env, messages
 from phalanx.errors import UsageError
 from phalanx.launch import flags
-from phalanx.launch.spec import device_count
-from phalanx.launch.spec.launch_spec import (
-    LAST_CALL,
-    MOST_PROCESSES,
-    HostList,
-    LaunchSpec,
-    Placement,
-    Program,
-    ProgramKind,
-    check_requeue,
-    parse_time_limit,
-)
+from phalanx.launch.spec import device_count, launch_spec
+from phalanx.launch.spec.launch_spec import LAST_CALL, MOST_PROCESSES, HostList, LaunchSpec, Program, ProgramKind
 from phalanx.system.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
@@ -87,9 +77,9 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         preload=tuple(name for name in arguments.preload.split(",") if name),
         backend=arguments.backend or env.backend_choice(environ) or "auto",
         shutdown_timeout=arguments.shutdown_timeout,
-        time_limit=parse_time_limit(arguments.time_limit),
+        time_limit=launch_spec.parse_time_limit(arguments.time_limit),
         stopped_exit_code=arguments.stopped_exit_code,
-        requeue=check_requeue(arguments.requeue, environ),
+        requeue=launch_spec.check_requeue(arguments.requeue, environ),
         max_preemptions=arguments.max_preemptions,
         stall_after=arguments.stall_after,
         on_stall=arguments.on_stall,
@@ -111,7 +101,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     )
 
 
-def _srun_task(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Placement | None:
+def _srun_task(arguments: argparse.Namespace, environ: Mapping[str, str]) -> launch_spec.Placement | None:
     """This task of srun, if it is one among several that are to be one run."""
     if "SLURM_PROCID" not in environ:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.events import Ending, StopRecord
 
@@ -22,8 +22,8 @@ def record(by: str, step: int | None, endings: Sequence[Ending]) -> StopRecord:
     )
 
 
-def lines(stop: StopRecord, seconds: float) -> list[str]:
-    """The lines for the console: what could not be saved; for a stop at an agreed step, that all went well."""
+def lines(stop: StopRecord, seconds: float, endings: Sequence[Ending]) -> list[str]:
+    """The lines for the console: what could not be saved, or that all ranks have ended by themselves."""
     found = []
     if stop.killed:
         found.append(
@@ -32,10 +32,18 @@ def lines(stop: StopRecord, seconds: float) -> list[str]:
         )
     if stop.failed:
         found.append(f"{_those(stop.failed)} failed after {stop.by}; {_INCOMPLETE}")
-    if found or stop.step is None:
+    if found or not endings or any(ending.signal for ending in endings):
         return found
-    last = f"; the last checkpoint is of step {max(stop.saved.values())}" if stop.saved else ""
-    return [f"stopped by {stop.by} after {stop.step} steps; all ranks have ended by themselves{last}"]
+    at = f" after {stop.step} steps" if stop.step is not None else ""
+    return [f"stopped by {stop.by}{at}; all ranks have ended by themselves{_saved(stop.saved, len(endings))}"]
+
+
+def _saved(saved: Mapping[int, int], ranks: int) -> str:
+    if not saved:
+        return ""
+    last = max(saved.values())
+    late = ranks - list(saved.values()).count(last)
+    return f"; the last checkpoint is of step {last}" + (f", which {late} of them had not seen whole" if late else "")
 
 
 def _those(ranks: Sequence[int]) -> str:

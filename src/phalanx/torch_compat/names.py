@@ -153,7 +153,8 @@ def report_to(run_directory: Path, rank: int) -> None:
 def _write(names: list[Name]) -> None:
     if _events is None or not names:
         return
-    from phalanx.events import EventLog, rank_events_path  # imported only when there is something to write
+    from phalanx.events import rank_events_path  # imported only when there is something to write
+    from phalanx.run_files import EventLog
 
     with contextlib.suppress(OSError, PhalanxError):  # the run directory has no space for it
         log = EventLog(rank_events_path(*_events))

@@ -19,8 +19,9 @@ from phalanx import world as worlds
 from phalanx.comm.order import seconds_in_collectives
 from phalanx.devices import accelerator
 from phalanx.errors import UsageError
-from phalanx.events import EventLog, rank_events_path
+from phalanx.events import rank_events_path
 from phalanx.preemption.stop import stop
+from phalanx.run_files import EventLog
 from phalanx.status import layout, notices, own_page
 from phalanx.torch_compat.tensors import tree_map_where
 from phalanx.train.progress import ProgressExchange, ProgressLine, RankProgress, describe, take_logged

@@ -80,9 +80,7 @@ class Agent:
             return self._exit_code
         except _Interrupted:
             assert self._stop.signal is not None
-            code = self._spec.stopped_code(self._stop.signal)
-            self._record.keep_end(code)
-            return code
+            return self._end(self._spec.stopped_code(self._stop.signal), [], None, 0)
         except RunOver as over:
             text = f"the run has ended with exit code {over.exit_code} before this node could take part"
             self._say([text])

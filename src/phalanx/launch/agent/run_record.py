@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx import events, messages
+from phalanx import events, messages, run_files
 from phalanx.errors import LaunchError
 from phalanx.events import Elsewhere, Failure, HangRecord, NodeRanks, ReportFile, Restart, RunFile, StopRecord
 from phalanx.launch.spec.launch_spec import LaunchSpec
@@ -25,7 +25,7 @@ class RunRecord:
     def __init__(self, directory: Path, say: Callable[[list[str]], None]) -> None:
         self._directory, self._say = directory, say
         try:
-            self._log = events.EventLog(directory / events.AGENT_EVENTS)
+            self._log = run_files.EventLog(directory / events.AGENT_EVENTS)
         except OSError as error:
             raise LaunchError(f"cannot write the run directory {directory}: {error.strerror}.") from None
         self.started = time.time()

@@ -127,9 +127,9 @@ class RunStop:
         """How the stop has ended, for report.json and for the console; ``is_first``: this is the node of rank 0."""
         from phalanx.preemption import outcome
 
-        by = self._by or f"a request ({self.reason})"
+        by = self._by or (f"a request ({self.reason})" if self.signal is None else signal.Signals(self.signal).name)
         record = outcome.record(by, self.step, endings)
-        lines = outcome.lines(record, self._limit)
+        lines = outcome.lines(record, self._limit, endings)
         if self._requeued is not None and is_first and self.signal is not None:
             from phalanx.preemption.deadline import requeue
 
