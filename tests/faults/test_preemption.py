@@ -191,6 +191,17 @@ def test_all_ranks_stop_at_the_same_step(
         assert f"stopped by {name} after {stop['step']} steps; all ranks have ended by themselves" in err
 
 
+def test_ranks_that_are_about_to_train_stop_at_their_first_step(script, tmp_path: Path) -> None:
+    """Rank 0 waits in its first backward for rank 1, which has not begun: handlers with a barrier would not meet."""
+    begin = "open(f'ready-{rank}', 'w').write(str(os.getpid())); time.sleep(rank)\n"
+    run = Run(tmp_path, script(TRAINS.replace("for step in", f"{begin}for step in")), "saves", "SIGTERM", "0")
+    time.sleep(0.3)
+    signal_all(run.every)
+    code, saved, err = run.end()
+    assert (code, saved) == (143, [0, 1]), err
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in saved] == [f"0 {TERM}\n"] * 2
+
+
 @pytest.mark.parametrize("scheduler", [None, "SLURM_JOB_ID"])
 def test_a_save_that_takes_longer_than_we_wait(scheduler: str | None, script, tmp_path: Path) -> None:
     """It is killed, and that is said; under a scheduler the time is the scheduler's."""

@@ -90,8 +90,7 @@ class NodeVotes:
             collectives=max((page[words.CLOCKS[words.COLLECTIVES]] for page in living), default=0),
             stop_points=max((page[words.CLOCKS[words.STOP_POINTS]] for page in living), default=0),
             stands_still=any(page[words.STANDS_STILL] for page in living),
-            can_agree=has_pages
-            and all(page[words.CLOCKS[words.STOP_POINTS]] and page.stops_by(signal) for page in living),
+            can_agree=has_pages and all(page.trains and page.stops_by(signal) for page in living),
         )
 
     def last_epoch(self) -> int:

@@ -1,9 +1,9 @@
 """The script's signal handlers, called at the step that all ranks have agreed on.
 
 A signal that asks a run to stop reaches its ranks at different moments; handlers that save together would wait for each
-other at different steps. So once a rank trains, a handler of the script is not called when the signal comes: the rank
-reports the signal to its agent, and calls the handler at the agreed step. Before the first step, and without an agent,
-a handler is called at once. `signal.signal` and `signal.getsignal` show the script its own handlers.
+other at different steps. So once a rank has an optimizer, a handler of the script is not called when the signal comes:
+the rank reports the signal to its agent, and calls the handler at the agreed step. Before that, and without an agent, a
+handler is called at once. `signal.signal` and `signal.getsignal` show the script its own handlers.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class SignalHandlers:
             self._delivered.add(number)
         handler = self._handlers.get(number)
         if handler is not None:
-            handler(number, frame)
+            _without_delay(handler)(number, frame)
 
 
 def _default(number: int) -> Any:

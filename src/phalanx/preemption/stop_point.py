@@ -40,7 +40,7 @@ class StopPoints:
         self._clock = words.STOP_POINTS
         self._pending: list[int] = []
         """Signals that have come, and are not delivered yet."""
-        self._asks = False
+        self._asks = self._trains = False
         self.reason: str | None = None
         """Why this rank has to stop; None as long as it has not."""
         self.handlers = SignalHandlers(self._withhold, self._write_handled)
@@ -56,6 +56,12 @@ class StopPoints:
         """Requests a stop of all ranks."""
         if not self._report(0, reason):
             self.reason = self.reason or reason
+
+    def will_step(self) -> None:
+        """The script has made an optimizer: from now on a signal waits for a stop point."""
+        if not self._trains and os.getpid() == self._pid:
+            self._trains = True
+            self._write_handled()
 
     def passed(self, collectives: int) -> None:
         """To be called after every step of an optimizer. ``collectives``: those of the world so far."""
@@ -110,7 +116,7 @@ class StopPoints:
 
     def _withhold(self, number: int) -> bool:
         """Whether the signal is delivered later, at the step that the ranks agree on."""
-        is_at_once = bool(self._words[words.RELEASED]) or not self._passed[1]
+        is_at_once = bool(self._words[words.RELEASED]) or not (self._trains or self._passed[1])
         if not is_at_once and self._report(number, ""):
             self._pending.append(number)
             return True
@@ -120,7 +126,7 @@ class StopPoints:
 
     def _write_handled(self) -> None:
         bits = sum(1 << number for number in self.handlers.handled())
-        self._words[words.HANDLES] = bits | self._asks << words.ASKS
+        self._words[words.HANDLES] = bits | self._asks << words.ASKS | self._trains << words.TRAINS
 
     def _describe(self, number: int) -> str:
         at = words.REASON * layout.WORD

@@ -26,8 +26,8 @@ STANDS_STILL, VOTE, HANDLES, DELIVERED = (layout.STOP + word for word in range(1
 """Written by the rank: whether the world's collectives stood still over two stop points; twice the number of the
 proposal, plus one for yes; the signals that its script handles, as bits; the last proposal at which it has stopped."""
 COLLECTIVES, STOP_POINTS = range(2)
-ASKS = 0
-"""The bit of HANDLES for a script that asks px.stop; the others are numbers of signals."""
+ASKS, TRAINS = 0, 63
+"""The bits of HANDLES for a script that asks px.stop, and that has an optimizer; the others are numbers of signals."""
 
 
 class RankWords:
@@ -51,6 +51,11 @@ class RankWords:
     def stops_by(self, number: int) -> bool:
         """Whether the script handles this signal itself, or asks px.stop."""
         return bool(self._words[HANDLES] & (1 << number | 1 << ASKS))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the rank has passed a stop point, or has an optimizer that will bring it to one."""
+        return bool(self._words[CLOCKS[STOP_POINTS]] or self._words[HANDLES] >> TRAINS)
 
     def write_reason(self, reason: str) -> None:
         at = REASON * layout.WORD

@@ -21,7 +21,7 @@ from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
 from phalanx.torch_compat import dataloader
-from phalanx.torch_compat.nn import BACKWARD, SAVE
+from phalanx.torch_compat.nn import BACKWARD, NEW_OPTIMIZER, SAVE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _after_a_step = layout.FORWARD
@@ -33,6 +33,7 @@ def install() -> None:
     dataloader.NEXT.wrap(around(_fetch))
     BACKWARD.wrap(around(_backward))
     SAVE.wrap(around(_save))
+    NEW_OPTIMIZER.wrap(around(_will_step))
     world_clock.install()
     register_optimizer_step_pre_hook(never_raises(_before_step))
     register_optimizer_step_post_hook(never_raises(_after_step))
@@ -91,6 +92,12 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         page.stepped(_after_a_step)
         if clock is not None:
             clock.stepped()
+
+
+def _will_step(*_: object, **__: object) -> None:
+    points = stop_point.current()
+    if points is not None:
+        points.will_step()
 
 
 def _reach_stop_point(*_: object) -> None:

@@ -47,6 +47,11 @@ BACKWARD = Replaced(
     "The recorder notes the phase backward; shm's errors keep their type where DDP's C++ makes RuntimeErrors of them.",
     "The phase backward in the status page, and PeerLost out of backward.",
 )
+NEW_OPTIMIZER = Replaced(
+    "torch.optim:Optimizer.__init__",
+    "A rank that has an optimizer is about to train: a request to stop waits for its first step.",
+    "A request to stop before the first step reaches the ranks at different moments.",
+)
 ENGINE = Name(
     "torch.autograd:Variable._execution_engine",
     "Calls the recorder when a rank's own work in backward is done, just before DDP waits for the others.",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 
 def leave(**found: Any) -> None:
@@ -25,8 +25,12 @@ def finish() -> None:
 
 
 def digest(model: nn.Module) -> str:
-    """Of every bit of the weights."""
+    return digest_weights(dict(model.named_parameters()))
+
+
+def digest_weights(weights: dict[str, Tensor]) -> str:
+    """Of every bit of the weights, in the order of their names."""
     total = hashlib.sha256()
-    for parameter in model.parameters():
-        total.update(parameter.detach().numpy().tobytes())
+    for _, weight in sorted(weights.items()):
+        total.update(weight.detach().numpy().tobytes())
     return total.hexdigest()

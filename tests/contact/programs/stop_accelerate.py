@@ -4,19 +4,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-from pathlib import Path
 
+import moments
 import torch
 from accelerate import Accelerator
+from outcome import digest, leave
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
 def main() -> None:
-    place, asked = Path(sys.argv[1]), []
+    asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     accelerator = Accelerator(cpu=True)
     plain = nn.Linear(8, 3)
@@ -24,18 +23,25 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(
         plain, torch.optim.SGD(plain.parameters(), lr=0.1), DataLoader(data, batch_size=16, num_workers=2)
     )
-    step = 0
+    moments.reach("loading", 0.2)
     for step, (inputs, targets) in enumerate(loader):
+        moments.step(step)
         accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
         optimizer.step()
         optimizer.zero_grad()
-        if step == 5:
-            (place / f"ready-{os.environ['RANK']}").write_text(str(os.getpid()))
-        if asked:
-            accelerator.save_state(str(place / "checkpoints" / str(step)))
-            break
-    accelerator.wait_for_everyone()
-    (place / f"saved-{os.environ['RANK']}").write_text(f"checkpoints/{step}")
+        if asked or step % 20 == 19:
+            name = f"checkpoints/{step}"
+            accelerator.save_state(str(moments.PLACE / name))
+            if asked:
+                accelerator.wait_for_everyone()
+                leave(step=step, weights=digest(plain), checkpoint=name)
+                break
+            moments.reach("saving", 0.1)
+            accelerator.wait_for_everyone()
+        if step % 15 == 14:
+            for _ in range(4):
+                moments.reach("evaluation", 0.03)
+                accelerator.gather(model(inputs))
 
 
 if __name__ == "__main__":

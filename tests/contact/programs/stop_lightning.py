@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import lightning as L
+import moments
 import torch
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from outcome import digest, leave
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+
+class Loading(L.Callback):
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        moments.reach("loading", 0.2)
 
 
 class Classifier(L.LightningModule):
@@ -23,32 +27,41 @@ class Classifier(L.LightningModule):
         self.layer = nn.Linear(8, 3)
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        if self.global_step == 5:
-            Path(sys.argv[1], f"ready-{os.environ['RANK']}").write_text(str(os.getpid()))
+        moments.step(self.global_step)
         return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        if self.global_step:
+            moments.reach("evaluation", 0.03)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        moments.reach("saving", 0.1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def main() -> None:
-    place = Path(sys.argv[1])
     data = TensorDataset(torch.randn(4096, 8), torch.randint(0, 3, (4096,)))
+    kept = OnExceptionCheckpoint(moments.PLACE / "checkpoints")
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         strategy="ddp",
         max_steps=100_000,
+        val_check_interval=15,
         logger=False,
-        callbacks=[OnExceptionCheckpoint(place / "checkpoints")],
+        callbacks=[Loading(), kept, ModelCheckpoint(moments.PLACE / "every", every_n_train_steps=20)],
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=place,
+        default_root_dir=moments.PLACE,
     )
+    model = Classifier()
+    test = TensorDataset(*data[:128])
     try:
-        trainer.fit(Classifier(), DataLoader(data, batch_size=16, num_workers=2))
+        trainer.fit(model, DataLoader(data, batch_size=16, num_workers=2), DataLoader(test, batch_size=16))
     except SIGTERMException:
-        (place / f"saved-{os.environ['RANK']}").write_text("checkpoints/on_exception.ckpt")
+        leave(step=trainer.global_step, weights=digest(model), checkpoint="checkpoints/on_exception.ckpt")
 
 
 if __name__ == "__main__":
