@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import time
@@ -11,6 +12,8 @@ _SCONTROL_SECONDS = 5.0
 _SAVES = 3.0
 """The stop begins so many times the longest save before the end, and `_MARGIN` earlier."""
 _MARGIN = 30.0
+_ASK_EVERY = 300.0
+"""Seconds between two questions to SLURM: an administrator may give a job more time, or less."""
 
 
 class Deadline:
@@ -19,26 +22,21 @@ class Deadline:
     def __init__(self, time_limit: float | None, environ: Mapping[str, str]) -> None:
         self.is_ours = time_limit is not None
         """The limit was given to phalanx; SLURM ends a job by itself."""
+        self.name = "the time limit" if self.is_ours else "the end of the SLURM job"
         self._job = environ.get("SLURM_JOB_ID") if time_limit is None else None
-        end = environ.get("SLURM_JOB_END_TIME", "") if self._job else ""
-        self._end: float | None = time.time() + time_limit if time_limit is not None else None
-        if end.isdigit() and int(end) > time.time():
-            self._end = float(end)
+        self._end = time.time() + time_limit if time_limit is not None else math.inf
+        self._ask_at = 0.0
 
     def is_due(self, longest_save: float) -> bool:
         """Whether the stop has to begin now. ``longest_save``: seconds that a save of this run has taken."""
         early = _SAVES * longest_save + (0.0 if self.is_ours and not longest_save else _MARGIN)
-        if self._end is None or time.time() < self._end - early:
-            return False
-        if self._job is not None:  # an administrator may have given the job more time
-            self._end = job_end(self._job)
-            return self._end is not None and time.time() >= self._end - early
-        return True
+        if self._job is not None and (time.time() >= self._end - early or time.monotonic() >= self._ask_at):
+            self._ask_at = time.monotonic() + _ASK_EVERY
+            self._end = job_end(self._job) or self._end
+        return time.time() >= self._end - early
 
     def describe(self) -> str:
-        left = max(0.0, (self._end or 0.0) - time.time())
-        what = "the time limit" if self.is_ours else "the end of the SLURM job"
-        return f"{what} is {left:.0f} s away"
+        return f"{self.name} is {max(0.0, self._end - time.time()):.0f} s away"
 
 
 def job_end(job: str) -> float | None:
@@ -47,9 +45,17 @@ def job_end(job: str) -> float | None:
     return time.mktime(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S")) if found else None
 
 
-def requeue(job: str) -> str:
-    """Puts a SLURM job back into the queue, and returns the sentence for the console."""
-    if _scontrol("requeue", job) is None:
+def requeue(job: str, restarts: int) -> str:
+    """Puts a SLURM job back into the queue unless scancel ends it; returns the sentence for the console.
+
+    ``restarts``: how often the job was started again before this time.
+    """
+    shown = _scontrol("-o", "show", "job", job) or ""
+    found = re.search(r" Restarts=(\d+)", shown)
+    is_back = found is not None and int(found[1]) > restarts  # by SLURM itself, after a preemption
+    if not is_back and " JobState=COMPLETING Reason=None " in shown:
+        return f"job {job} was cancelled, so it is not put back into SLURM's queue"
+    if not is_back and _scontrol("requeue", job) is None:
         return f"job {job} could not be put back into the queue: `scontrol requeue {job}` failed"
     return f"job {job} is back in SLURM's queue"
 

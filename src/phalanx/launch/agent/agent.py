@@ -210,9 +210,10 @@ class Agent:
         while not done():
             for key, _ in self._loop.selector.select(_TICK):
                 key.data()
-            self._continue_helpers(at_once=bool(self._loop.signals))
-            if self._loop.signals:
-                self._stop.signal = self._loop.signals.pop(0)
+            ends = [number for number in self._loop.signals if number not in NOTICES]
+            self._continue_helpers(at_once=bool(ends))
+            if ends:
+                self._stop.signal = ends[0]
                 self._tell_stop()
                 if not self._zygote.ready:
                     self._zygote.kill()  # while it imports it reads nothing; later it ends the keeper with itself
@@ -284,12 +285,14 @@ class Agent:
             said = self._judge.failure_block(verdict, len(endings), attempt + 1, elsewhere)
         stop = None
         if verdict is None and reason is None and self._stop.is_requested:
-            stop, said = self._stop.outcome(endings, is_first=self._peers.is_first)
+            stop, said = self._stop.outcome(endings)
         hang, log_of = self._watchdogs.hang, self._peers.log_of
         self._record.keep_end(exit_code, endings, verdict, attempt, said, log_of, hang, stop)
         if said:
             self._agent_lines.let_ranks_finish(lambda: bool(self._loop.signals) or self._stop.signal is not None)
             self._say(said, "verdict" if verdict is not None else "signal" if stop else "cause")
+        if stop is not None and self._peers.is_first:
+            self._stop.requeue()
         return exit_code
 
 

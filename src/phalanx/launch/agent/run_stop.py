@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx import env
 from phalanx.events import Ending, StopRecord
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.spec.launch_spec import LaunchSpec
@@ -49,13 +50,14 @@ class RunStop:
         self._directory, self._say = directory, say
         self._limit = seconds_to_end(spec, environ)
         self._deadline: Deadline | None = None
-        if spec.time_limit is not None or environ.get("SLURM_JOB_END_TIME"):
+        if spec.time_limit is not None or environ.get("SLURM_JOB_ID"):
             from phalanx.preemption.deadline import Deadline
 
             self._deadline = Deadline(spec.time_limit, environ)
         self._look_at = 0.0
         self._requeued = environ.get("SLURM_JOB_ID") if spec.requeue else None
         """The SLURM job that is put back into its queue after a stop."""
+        self._restarts = env.integer(environ, "SLURM_RESTART_COUNT") or 0
         self.signal: int | None = None
         """The first signal that ends the run."""
         self.signalled_at = 0.0
@@ -116,40 +118,46 @@ class RunStop:
 
     def _stop_in_time(self, deadline: Deadline) -> None:
         """Stops the ranks if the end of the run is near. Those that could not save are left to SLURM."""
+        if self._exchange is not None and not self._exchange.is_judge:
+            return  # one node looks for all
         votes = self._votes()
         can_stop, longest_save = votes.can_stop(signal.SIGTERM), votes.longest_save()
         votes.close()
         if (deadline.is_ours or can_stop) and deadline.is_due(longest_save):
-            self._take(signal.SIGTERM, deadline.describe())
-            self._request(signal.SIGTERM, deadline.describe().partition(" is ")[0])
+            self._take(signal.SIGTERM, deadline.name, deadline.describe())
+            self._request(signal.SIGTERM, deadline.name)
 
-    def outcome(self, endings: Sequence[Ending], *, is_first: bool) -> tuple[StopRecord, list[str]]:
-        """How the stop has ended, for report.json and for the console; ``is_first``: this is the node of rank 0."""
+    def outcome(self, endings: Sequence[Ending]) -> tuple[StopRecord, list[str]]:
+        """How the stop has ended, for report.json and for the console."""
         from phalanx.preemption import outcome
 
         by = self._by or (f"a request ({self.reason})" if self.signal is None else signal.Signals(self.signal).name)
         record = outcome.record(by, self.step, endings)
-        lines = outcome.lines(record, self._limit, endings)
-        if self._requeued is not None and is_first and self.signal is not None:
+        return record, outcome.lines(record, self._limit, endings)
+
+    def requeue(self) -> None:
+        """Puts the SLURM job back into its queue, where --requeue asks for it. SLURM then ends what is left of it."""
+        if self._requeued is not None and self.signal is not None:
             from phalanx.preemption.deadline import requeue
 
-            lines.append(requeue(self._requeued))
-        return record, lines
+            self._say([requeue(self._requeued, self._restarts)])
 
     @property
     def longest_wait(self) -> float:
         """Seconds that the loop may sleep."""
         return 0.5 if self._agreement is None else 0.002
 
-    def _take(self, number: int, by: str = "") -> None:
+    def _take(self, number: int, by: str = "", text: str = "") -> None:
+        """``by``: what stops the run, if that is no signal; ``text``: the same for the console of the first node."""
         if self.signal is None:
             self.signal, self.signalled_at = number, time.time()
             again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
             limit = (
                 "in the time that the scheduler gives them" if self._limit == math.inf else f"{self._limit:g} s at most"
             )
-            self._by = by.partition(" is ")[0] or signal.Signals(number).name
-            self._say([f"{by or self._by}: stopping the ranks, {limit} ({again}: at once)"])
+            self._by = by or signal.Signals(number).name
+            if text or not by:
+                self._say([f"{text or self._by}: stopping the ranks, {limit} ({again}: at once)"])
 
     def _request(self, number: int, reason: str) -> None:
         is_same = time.monotonic() < self._delivered.get(number, -math.inf) + _SAME_CAUSE
@@ -177,7 +185,7 @@ class RunStop:
         if request is None:
             return
         if request.signal not in (0, *NOTICES):
-            self._take(request.signal)
+            self._take(request.signal, request.reason)
         self._request(request.signal, request.reason)
         if self._agreement is not None:
             self._agreement.receive(node, body)
