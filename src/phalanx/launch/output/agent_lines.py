@@ -24,7 +24,7 @@ class AgentLines:
 
     def say(self, lines: Sequence[str], topic: Topic = "") -> None:
         """Prints the lines here, or has the conductor print them. ``topic``: see `wire_protocol.Lines`."""
-        if self._shares_console and topic in ("announce", "verdict"):
+        if self._shares_console and topic in ("announce", "verdict", "signal"):
             return  # the other agent prints the same
         text = "\n".join(lines)
         if self._node is None:

@@ -64,6 +64,8 @@ class _Conductor:
         self._signalled: list[int] = []
         self._verdict: str | None = None
         self._has_cause = False
+        self._is_stopping = False
+        """A signal has reached agents, perhaps not the conductor: the ranks stop in the time of the scheduler."""
         self._exit_code = 0
         self._end_by: float | None = None
         """The time at which the remaining hosts are stopped; set by the first that failed."""
@@ -197,7 +199,8 @@ class _Conductor:
     def _stop_remaining(self, now: float) -> None:
         left = [connection for connection in self._connections if not connection.is_over]
         if self._end_by is not None and now >= self._end_by and self._kill_by is None:
-            self._kill_by = now + self._spec.seconds_to_end + _KILL_MARGIN
+            seconds = self._seconds_to_end if self._is_stopping else self._spec.seconds_to_end
+            self._kill_by = now + seconds + _KILL_MARGIN
             for connection in left:
                 connection.send(wire_protocol.PassSignal(int(signal.SIGTERM)))
         if self._kill_by is not None and now >= self._kill_by:
@@ -223,12 +226,13 @@ class _Conductor:
 
     def _print_once(self, text: str, topic: wire_protocol.Topic) -> None:
         """Prints a line that every node sends, and omits the consequences of the first cause."""
+        self._is_stopping |= topic == "signal" and self._end_by is None
         if topic == "verdict" and not self._has_cause:
             self._verdict = self._verdict or text  # printed below the last lines of all nodes
         elif topic == "cause" and not self._has_cause and self._verdict is None:
             self._has_cause = True
             self._print(text)
-        elif topic == "" or (topic == "signal" and self._signalled):
+        elif topic == "" or (topic == "signal" and (self._signalled or self._is_stopping)):
             self._lines.say_once(text)
 
     def _print_verdict(self) -> None:
