@@ -32,7 +32,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=48, help="of all ranks together")
-    parser.add_argument("--checkpoints", metavar="DIR", help="resume from the latest one there; save every 10 steps")
+    parser.add_argument(
+        "--checkpoints", metavar="DIR", help="resume from the latest there; save every 10 steps and at a stop"
+    )
     parser.add_argument(
         "--kill",
         metavar="RANK@STEP",
@@ -47,6 +49,8 @@ def main() -> None:
             raise SystemExit(f"--batch-size {args.batch_size} cannot be divided by {world.size} ranks.")
         train_data, test_data = load_data()
         outcome = fit(world, train_data, test_data, args)
+        if outcome is None:  # a scheduler has stopped the run: the next one resumes from the checkpoint
+            return
         if world.is_main:
             alone = fit_alone(train_data, args.epochs, args.batch_size) if world.size > 1 else None
             print_receipt(world, outcome, alone, args.epochs)
@@ -107,7 +111,7 @@ class Ledger:
         self.total.copy_(state["total"])
 
 
-def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, args: argparse.Namespace) -> dict:
+def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, args: argparse.Namespace) -> dict | None:
     model = px.data_parallel(make_model().to(world.device))
     sampler = px.ShardSampler(train_data, seed=1)
     loader = DataLoader(train_data, batch_size=args.batch_size // world.size, sampler=sampler)
@@ -128,11 +132,13 @@ def fit(world: px.World, train_data: TensorDataset, test_data: TensorDataset, ar
             px.log(loss=loss)
             ledger.note(epoch, numbers)
             state.step += 1
-            if checkpointer is not None and state.step % 10 == 0:
+            if checkpointer is not None and (state.step % 10 == 0 or px.stop.requested):
                 ledger.add_up(world)
                 checkpointer.save(state)
             if (world.rank, state.step) == kill_in_this_attempt(args.kill):
                 os.kill(os.getpid(), signal.SIGKILL)
+    if px.stop.requested:
+        return None
     ledger.add_up(world)
     return {
         "model": model.module,
