@@ -146,7 +146,7 @@ def await_that(what: Callable[[], object], name: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def slurm_cluster(
-    directory: Path, *, kill_wait: int = 10, grace_time: int = 0, gpus: int = 0
+    directory: Path, *, kill_wait: int = 30, grace_time: int = 0, gpus: int = 0
 ) -> Iterator[SlurmCluster]:
     """Starts two nodes with slurmd (the first with slurmctld too) and a login node, in about two seconds.
 

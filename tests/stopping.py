@@ -63,7 +63,7 @@ def check(place: Path, err: str, by: str = "SIGTERM") -> int:
         assert (stop["by"], stop["step"], stop["killed"], stop["failed"]) == (by, step, [], []), err
         assert step in stop["saved"].values()
     told = f"stopped by {by} after {step} steps; all ranks have ended by themselves; the last checkpoint is of step "
-    assert err.count(f"phalanx: {told}{step}\n") == 1, err
+    assert err.count(f"phalanx: {told}{step}") == 1, err
     assert err.count("stopping the ranks") == (by not in ("SIGUSR1", "SIGUSR2")), err
     (code,) = {report["exit_code"] for report in reports}
     return code

@@ -19,7 +19,7 @@ from phalanx.bench.commands import describe
 from tests.conftest import REPOSITORY, start
 
 FULL = os.environ.get("CONTACT") == "full"
-collect_ignore = [] if FULL else ["test_frameworks.py", "test_preemption.py", "test_slurm.py"]
+collect_ignore = [] if FULL else ["test_frameworks.py", "test_orders.py", "test_preemption.py", "test_slurm.py"]
 
 _PAGE = REPOSITORY / "docs/contact.md"
 _LAUNCHERS = {

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster import slurm
-from tests.faults.test_slurm import PHALANX, PLACE, PYTHON, UNEVEN, places
+from tests import stopping
+from tests.faults.test_slurm import PHALANX, PLACE, PYTHON, RUN, UNEVEN, batch, places
 from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
 pytestmark = needs_slurm
 
-RUN = f"{PYTHON} -m phalanx run"
 EVEN = ["0 4 0 2 0 2 node0 6.0", "1 4 1 2 0 2 node0 6.0", "2 4 0 2 1 2 node1 6.0", "3 4 1 2 1 2 node1 6.0"]
 """Two ranks on each node."""
 PAIR = ["0 2 0 2 0 1 node0 1.0", "1 2 1 2 0 1 node0 1.0"]
@@ -38,12 +38,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 def place(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(PLACE)
     return tmp_path
-
-
-def job(place: Path, *lines: str) -> Path:
-    script = place / "job.sh"
-    script.write_text("\n".join(["#!/bin/bash", *lines, ""]))
-    return script
 
 
 def test_lists_of_hosts(cluster: SlurmCluster) -> None:
@@ -86,7 +80,7 @@ def test_salloc_of_one_node(cluster: SlurmCluster, place: Path) -> None:
 
 def test_a_batch_script_fails(cluster: SlurmCluster, place: Path) -> None:
     """A rank's exit code is the job's, and the cause is told once; --nproc-per-node beats SLURM's tasks."""
-    script = job(place, f"exec {RUN} --nproc-per-node 2 train.py 3")
+    script = batch(place, f"exec {RUN} --nproc-per-node 2 train.py 3")
     number = cluster.submit(script, "-N2", "--ntasks-per-node=1")
     assert cluster.wait(number) == "FAILED"
     err = (place / f"{number}.err").read_text()
@@ -97,14 +91,14 @@ def test_a_batch_script_fails(cluster: SlurmCluster, place: Path) -> None:
 
 def test_an_exclusive_job_has_one_rank_a_node(cluster: SlurmCluster, place: Path) -> None:
     """With --exclusive and no number of tasks SLURM's variable counts CPUs, which nobody has asked for."""
-    number = cluster.submit(job(place, f"exec {RUN} train.py"), "-N2", "--exclusive")
+    number = cluster.submit(batch(place, f"exec {RUN} train.py"), "-N2", "--exclusive")
     assert cluster.wait(number) == "COMPLETED", (place / f"{number}.err").read_text()
     assert len(places((place / f"{number}.out").read_text())) == 2
 
 
 def test_an_array_of_jobs(cluster: SlurmCluster, place: Path) -> None:
     """The jobs of an array run at once on one node, each in a world of its own."""
-    script = job(place, "srun " + PYTHON + " train.py", f"exec {RUN} train.py")
+    script = batch(place, "srun " + PYTHON + " train.py", f"exec {RUN} train.py")
     array = cluster.submit(script, "--array=0-1", "-n2", "-w", "node0", "--output=array-%a.out")
     for task in range(2):
         assert cluster.wait(f"{array}_{task}") == "COMPLETED"
@@ -116,7 +110,7 @@ def test_steps_at_once(cluster: SlurmCluster, place: Path) -> None:
     """Steps of one job at once on the same nodes do not meet each other."""
     step = f"srun --overlap -N2 -n3 {PYTHON} train.py"
     tasks = f"srun --overlap -N2 -n3 {RUN} train.py"
-    script = job(
+    script = batch(
         place, *(f"{command} > {name} &" for name, command in (("a", step), ("b", step), ("c", tasks))), "wait"
     )
     number = cluster.submit(script, "-N2", "-n3")
@@ -179,10 +173,105 @@ def test_gpus(tmp_path: Path) -> None:
 def test_mpirun(cluster: SlurmCluster, place: Path) -> None:
     """mpirun starts its daemons with srun, and its ranks are mpirun's; on one machine they get shm."""
     flags = "--allow-run-as-root --oversubscribe -x MASTER_ADDR=10.77.0.1 -x MASTER_PORT=29513"
-    script = job(place, f"mpirun {flags} -n 4 {PYTHON} train.py")
+    script = batch(place, f"mpirun {flags} -n 4 {PYTHON} train.py")
     number = cluster.submit(script, "-N2", "--ntasks-per-node=2")
     assert cluster.wait(number) == "COMPLETED", (place / f"{number}.err").read_text()
     assert places((place / f"{number}.out").read_text()) == [f"{each} shm openmpi" for each in EVEN]
     command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "train.py"]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=True)
     assert len(re.findall("1.0 shm openmpi", done.stdout)) == 2
+
+
+# ---- what ends a job
+
+
+def stops(cluster: SlurmCluster, place: Path, line: str, *flags: str) -> str:
+    """Submits a job that trains on four ranks, and waits until it does."""
+    number = cluster.submit(
+        batch(stopping.prepare(place), line), "-N2", "--ntasks-per-node=2", "--open-mode=append", *flags
+    )
+    stopping.await_training(place)
+    return number
+
+
+def ended(cluster: SlurmCluster, number: str, place: Path, state: str, by: str = "SIGTERM") -> str:
+    """Waits for the end of the job, checks what it has left, and returns what it printed."""
+    found = cluster.wait(number, seconds=150)
+    err = (place / f"{number}.err").read_text()
+    assert (found, cluster.show(number)["ExitCode"]) == (state, f"{stopping.check(place, err, by)}:0"), err
+    return err
+
+
+@pytest.mark.parametrize("command", [f"exec {RUN} stops.py 1", f"exec srun {RUN} stops.py 1"], ids=["sbatch", "srun"])
+def test_a_time_limit(cluster: SlurmCluster, tmp_path: Path, command: str) -> None:
+    """The end of a job comes while it trains: SIGTERM twice to each step, once to the batch script."""
+    number = stops(cluster, tmp_path, command)
+    cluster.end_in(number, 1)
+    ended(cluster, number, tmp_path, "TIMEOUT")
+
+
+def test_the_end_of_a_job_is_known(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The stop begins half a minute before the end of the job, and SLURM need not end it."""
+    number = stops(cluster, tmp_path, f"exec {RUN} stops.py 1", "--time=2")
+    err = ended(cluster, number, tmp_path, "FAILED", "the end of the SLURM job")
+    (left,) = re.findall(r"phalanx: the end of the SLURM job is (\d+) s away: stopping the ranks, in the time", err)
+    assert 20 < int(left) <= 30 + 3 * 5
+
+
+@pytest.mark.parametrize("whom", ["", "B:"], ids=["steps", "batch"])
+def test_a_notice(cluster: SlurmCluster, tmp_path: Path, whom: str) -> None:
+    """--signal=USR1@60 tells the agents, --signal=B:USR1@60 the conductor; rank 3 takes long to end."""
+    number = stops(cluster, tmp_path, f"exec {RUN} stops.py 25", f"--signal={whom}USR1@60", "--time=2")
+    ended(cluster, number, tmp_path, "FAILED", "SIGUSR1")
+
+
+def test_a_notice_that_nobody_wants(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The ranks continue, and a line says so."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(50)\n")
+    line = f"exec {RUN} --start-method exec sleeps.py"
+    number = cluster.submit(batch(tmp_path, line), "-N2", "--signal=B:USR1@60", "--time=1")
+    assert cluster.wait(number) == "COMPLETED"
+    err = (tmp_path / f"{number}.err").read_text()
+    assert err.count("phalanx: SIGUSR1: the script neither handles it nor asks px.stop, so the ranks continue\n") == 1
+
+
+@pytest.mark.parametrize("again", ["", "--requeue"], ids=["", "requeue"])
+def test_a_preemption(tmp_path: Path, again: str) -> None:
+    """In its GraceTime the agents alone are told. SLURM does not requeue a job that ends there; --requeue does."""
+    (tmp_path / "daemons").mkdir()
+    place = tmp_path / "job"
+    with slurm_cluster(tmp_path / "daemons", grace_time=60, kill_wait=30) as cluster:
+        number = stops(cluster, place, f"exec {RUN} {again} stops.py 25")
+        urgent = cluster.submit(batch(tmp_path, "exec true"), "-N2", "--partition=urgent", "--exclusive")
+        if not again:
+            ended(cluster, number, place, "FAILED")
+        else:
+            cluster.wait(number, "PENDING")
+            err = (place / f"{number}.err").read_text()
+            assert stopping.check(place, err) == 143
+            assert f"phalanx: job {number} is back in SLURM's queue\n" in err
+        assert cluster.wait(urgent) == "COMPLETED"
+
+
+def test_requeued_by_the_run_itself(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """--requeue after a time limit puts the job back; scancel while it waits is the last word."""
+    number = stops(cluster, tmp_path, f"exec {RUN} --requeue stops.py 1")
+    cluster.end_in(number, 1)
+    cluster.wait(number, "PENDING")
+    err = (tmp_path / f"{number}.err").read_text()
+    assert stopping.check(tmp_path, err) == 143
+    assert f"phalanx: job {number} is back in SLURM's queue\n" in err
+    cluster.control("scancel", number)
+    assert cluster.wait(number) == "CANCELLED"
+
+
+def test_requeued_by_somebody_else(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """--requeue does not put a job back that SLURM has put back already."""
+    number = stops(cluster, tmp_path, f"exec {RUN} --requeue stops.py 1")
+    cluster.control("scontrol", "requeue", number)
+    cluster.wait(number, "PENDING")
+    err = (tmp_path / f"{number}.err").read_text()
+    assert stopping.check(tmp_path, err) == 143
+    assert f"phalanx: job {number} is back in SLURM's queue\n" in err
+    cluster.control("scancel", number)
+    assert cluster.wait(number) == "CANCELLED"

@@ -43,6 +43,8 @@ def signal_in_order(order: list[tuple[float, str]], conductor: int, agents: list
         kind, _, node = whom.partition(" ")
         agent = agents[int(node)] if node else conductor
         pids = ranks if kind == "ranks" else [agent]
+        if kind == "clients":
+            pids = [child.pid for child in psutil.Process(conductor).children()]
         if kind == "all":
             pids = [child.pid for child in reversed(psutil.Process(agent).children(recursive=True))] + pids
         for pid in pids:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import stopping
 from tests.conftest import REPOSITORY
-from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, await_that, needs_slurm, slurm_cluster
 
 pytestmark = needs_slurm
 
@@ -28,6 +29,7 @@ with px.init() as world:
 """
 PYTHON = sys.executable
 PHALANX = (PYTHON, "-m", "phalanx", "run")
+RUN = " ".join(PHALANX)
 UNEVEN = ["0 3 0 2 0 2 node0 3.0", "1 3 1 2 0 2 node0 3.0", "2 3 0 1 1 2 node1 3.0"]
 """Three ranks, two of them on the first node."""
 
@@ -42,6 +44,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 def place(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(PLACE)
     return tmp_path
+
+
+def batch(place: Path, *lines: str) -> Path:
+    script = place / "job.sh"
+    script.write_text("\n".join(["#!/bin/bash", *lines, ""]))
+    return script
 
 
 def places(out: str) -> list[str]:
@@ -70,24 +78,69 @@ def test_srun_phalanx_run(cluster: SlurmCluster, place: Path) -> None:
     assert "place 1 3" in (place / log).read_text(), "the log of another task on this node"
 
 
-def test_the_example(cluster: SlurmCluster, tmp_path: Path) -> None:
-    """Two tasks on each node are two ranks on each node, although no flag says so."""
-    bin_ = tmp_path / "bin"
-    bin_.mkdir()
-    (bin_ / "phalanx").write_text(f'#!/bin/sh\nexec {PYTHON} -m phalanx "$@"\n')
-    (bin_ / "phalanx").chmod(0o755)
+@pytest.fixture
+def example(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., str]:
+    """Submits examples/slurm/train.sbatch with flags of `phalanx run` and digits.py; returns the job."""
+    (tmp_path / "bin").mkdir()
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    code, out, err = cluster.run(
-        tmp_path,
-        *("sbatch", "--parsable", "examples/slurm/train.sbatch", "--epochs", "1"),
-        env={"PATH": f"{bin_}:{os.environ['PATH']}"},
-    )
-    assert code == 0, err
-    job = out.strip()
+    program = tmp_path / "bin/phalanx"
+    program.touch(0o755)
+
+    def submit(*flags: str, run: str = "") -> str:
+        # $1 is `run`.
+        program.write_text(f'#!/bin/sh\nshift\nexec {PYTHON} -m phalanx run {run} "$@"\n')
+        command = ("sbatch", "--parsable", "examples/slurm/train.sbatch", *flags)
+        code, out, err = cluster.run(tmp_path, *command, env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+        assert code == 0, err
+        return out.strip()
+
+    return submit
+
+
+def receipt(cluster: SlurmCluster, job: str, place: Path) -> str:
+    """Waits for a job, and returns the line about its weights."""
     state = cluster.wait(job)
-    log = (tmp_path / f"digits-{job}.log").read_text()
+    log = (place / f"digits-{job}.log").read_text()
     assert state == "COMPLETED", log
-    assert "phalanx: SLURM gives 2 nodes (node0, node1); starting on all of them with srun\n" in log
-    assert "phalanx: 4 ranks on 2 hosts: node0 0-1, node1 2-3\n" in log
-    assert re.search(r"replicas +equal", log), log
-    assert list((tmp_path / f"checkpoints/digits-{job}").iterdir())
+    (line,) = re.findall(r"  replicas +equal, checksum \w+", log)
+    return line
+
+
+def test_the_example(cluster: SlurmCluster, example: Callable[..., str], tmp_path: Path) -> None:
+    """Requeued in the middle of its training, it ends with the same weights, bit for bit.
+
+    Two tasks on each node are two ranks on each node, although no flag says so.
+    """
+    epochs = 12
+    jobs = [example("--epochs", str(epochs)) for _ in range(2)]
+    saved = tmp_path / f"checkpoints/digits-{jobs[1]}"
+    await_that(lambda: saved.exists() and len(list(saved.iterdir())) > 1, "it has saved twice", 110)
+    cluster.requeue(jobs[1])
+    assert receipt(cluster, jobs[0], tmp_path) == receipt(cluster, jobs[1], tmp_path)
+    logs = [(tmp_path / f"digits-{job}.log").read_text() for job in jobs]
+    assert "phalanx: SLURM gives 2 nodes (node0, node1); starting on all of them with srun\n" in logs[0]
+    assert "phalanx: 4 ranks on 2 hosts: node0 0-1, node1 2-3\n" in logs[0]
+    ((steps, last),) = re.findall(
+        r"stopped by SIGTERM after (\d+) steps; .* the last checkpoint is of step (\d+)", logs[1]
+    )
+    assert steps == last
+    assert 10 < int(steps) < 30 * epochs, "in the middle"
+    assert logs[1].count(f" {epochs * 1440} of {epochs * 1440} seen ({epochs} epochs of 1440), 0 twice\n") == 1
+
+
+def test_a_stop_that_slurm_asks_for(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """scancel signals the conductor and the agents of one job, and the tasks of another: all ranks stop, once."""
+    jobs = []
+    for name, line in (("conductor", f"exec {RUN} --requeue stops.py 1"), ("tasks", f"exec srun {RUN} stops.py 1")):
+        place = stopping.prepare(tmp_path / name)
+        jobs.append((place, cluster.submit(batch(place, line), "-N2", "--ntasks-per-node=2")))
+    for place, _ in jobs:
+        stopping.await_training(place)
+    cluster.control("scancel", *(job for _, job in jobs))
+    for place, job in jobs:
+        assert cluster.wait(job) == "CANCELLED"
+        err = (place / f"{job}.err").read_text()
+        assert stopping.check(place, err) == 143
+        assert cluster.show(job)["ExitCode"] == "143:0", err
+        is_told = f"phalanx: job {job} was cancelled, so it is not put back into SLURM's queue\n" in err
+        assert is_told == (place.name == "conductor"), err
