@@ -67,6 +67,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/preemption.py
 	$(BIN)/python benchmarks/agent_imports.py
 	$(BIN)/python benchmarks/nodes.py
 

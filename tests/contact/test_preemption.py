@@ -18,6 +18,7 @@ import torch
 
 from tests.conftest import start
 from tests.contact.programs.outcome import digest_weights
+from tests.faults.test_preemption import TRAINS
 
 PROGRAMS = Path(__file__).parent / "programs"
 TRIALS = int(os.environ.get("TRIALS", "20"))
@@ -35,7 +36,9 @@ def test_it_saves(package: str, whom: str, tmp_path: Path, record_property) -> N
     for trial in range(TRIALS):
         place, moment = tmp_path / str(trial), MOMENTS[trial % len(MOMENTS)]
         place.mkdir()
-        code, err = stop_at(moment, whom, program, place)
+        # Imports take most of the time. transformers starts a thread, and is not preloaded.
+        flags = () if moment == "import" or package == "transformers" else ("--preload", package)
+        code, err = stop_at(moment, whom, place, *flags, str(program), str(place))
         wrong = problem(package, place, code, may_be_nothing=moment == "import")
         if wrong:
             failed.append(f"trial {trial}, {moment}: {wrong}\n{err}")
@@ -45,9 +48,28 @@ def test_it_saves(package: str, whom: str, tmp_path: Path, record_property) -> N
     assert not failed, "\n".join(failed)
 
 
-def stop_at(moment: str, whom: str, program: Path, place: Path) -> tuple[int, str]:
-    """Runs the program on two ranks, and signals it when one of them is there. Returns its exit code and its errors."""
-    process = start("-m", "phalanx", "run", "--nproc-per-node", "2", str(program), str(place), cwd=place)
+@pytest.mark.parametrize("backend", ["shm", "as-written"])
+@pytest.mark.parametrize("how", ["flag", "saves"])
+def test_plain_scripts(how: str, backend: str, tmp_path: Path, record_property) -> None:
+    """SIGTERM to every process of a script that knows nothing: its handler sets a local flag, or itself saves."""
+    failed, trials = [], min(TRIALS, 12)
+    for trial in range(trials):
+        place = tmp_path / str(trial)
+        place.mkdir()
+        (place / "train.py").write_text(TRAINS)
+        arguments = ("--backend", backend, "train.py", how, "SIGTERM", "0.2")
+        code, err = stop_at("ready", "every process", place, *arguments)
+        saved = [path.read_text() for path in sorted(place.glob("saved-*"))]
+        if code != 143 or len(saved) != 2 or saved[0] != saved[1] or saved[0].count("\n") != 1:
+            failed.append(f"trial {trial}: exit code {code}, saved {saved}\n{err}")
+        print("FAILED" if failed else "", trial, end=" ", file=sys.stderr, flush=True)
+    record_property("result", f"{trials - len(failed)} of {trials}")
+    assert not failed, "\n".join(failed)
+
+
+def stop_at(moment: str, whom: str, place: Path, *arguments: str) -> tuple[int, str]:
+    """Runs a program on two ranks, and signals it when one of them is there. Returns its exit code and its errors."""
+    process = start("-m", "phalanx", "run", "--nproc-per-node", "2", *arguments, cwd=place)
     if moment == "import":
         time.sleep(random.random() * SLOWEST_IMPORT)
     else:
@@ -56,7 +78,7 @@ def stop_at(moment: str, whom: str, program: Path, place: Path) -> tuple[int, st
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < limit, f"the ranks did not come to {moment}"
             time.sleep(0.005)
-        time.sleep(random.random() * (1.0 if moment == "steps" else 0.1))
+        time.sleep(random.random() * (1.0 if moment in ("steps", "ready") else 0.1))
     pids = [process.pid]
     if whom == "every process":
         pids += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]

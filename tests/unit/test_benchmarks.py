@@ -19,6 +19,7 @@ import common
 import ddp_step
 import dp_vs_ddp
 import nodes
+import preemption
 import pytest
 import recorder
 import recovery
@@ -283,6 +284,21 @@ def test_lengths_of_samplers() -> None:
     for wrong in ("x", "1e", "0", "1e-3", ""):
         with pytest.raises(UsageError):
             sampler.BENCHMARK.parse(["--lengths", wrong])
+
+
+# ---- preemption
+
+
+def test_what_launchers_make_of_a_signal(tmp_path: Path) -> None:
+    assert preemption.describe_end(tmp_path, "exit code 1", 6) == "no rank saves, exit code 1, 6 processes left"
+    for rank, step in enumerate("78"):
+        (tmp_path / f"saved-{rank}").write_text(step)
+    assert preemption.describe_end(tmp_path, "hangs", 0) == "saves different steps, hangs"
+    (tmp_path / "saved-1").write_text("7")
+    ends = [preemption.describe_end(tmp_path, f"exit code {code}", 0) for code in (143, 143, 0)]
+    samples = [Sample("every", "phalanx", 2, repeat, (1.0,), note=end) for repeat, end in enumerate(ends)]
+    (text,) = preemption.tables(rows(samples), preemption.BENCHMARK.parse(["--contenders", "phalanx"]))
+    assert "| saves, exit code 143 (2 of 3); saves, exit code 0 (1 of 3) |" in text
 
 
 # ---- recovery
