@@ -89,7 +89,7 @@ class NodeVotes:
         return Clocks(
             collectives=max((page[words.CLOCKS[words.COLLECTIVES]] for page in living), default=0),
             stop_points=max((page[words.CLOCKS[words.STOP_POINTS]] for page in living), default=0),
-            stands_still=any(page[words.STANDS_STILL] for page in living),
+            stands_still=all(page[words.STANDS_STILL] for page in living),
             can_agree=has_pages and all(page.trains and page.stops_by(signal) for page in living),
         )
 
@@ -198,7 +198,7 @@ class Agreement:
             self._publish(Release())
             self._release("")
             return
-        is_still = any(each.stands_still for each in clocks)
+        is_still = all(each.stands_still for each in clocks)  # else a rank has more optimizers than the others
         latest = max(each.stop_points if is_still else each.collectives for each in clocks)
         clock = words.STOP_POINTS if is_still else words.COLLECTIVES
         proposal = Proposal(self._epoch + 1, latest + self._margin, clock, self._signal, self._reason)

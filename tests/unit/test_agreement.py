@@ -1,0 +1,49 @@
+"""The agents' side of a stop, with status pages that the test writes as ranks do."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.preemption import words
+from phalanx.preemption.agreement import Agreement, NodeVotes
+from phalanx.preemption.words import RankWords
+from phalanx.status import layout
+from phalanx.watchdog.exchange import Exchange
+
+USR1 = int(signal.SIGUSR1)
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[list[RankWords]]:
+    """Of two ranks that train and handle SIGUSR1: rank 0 has passed 3 collectives and 9 steps, rank 1 3 and 3."""
+    found = []
+    for rank, steps in enumerate((9, 3)):
+        layout.status_path(tmp_path, rank).write_bytes(bytes(layout.PAGE_BYTES))
+        found.append(page := RankWords(tmp_path, rank))
+        page[words.CLOCKS[words.COLLECTIVES]], page[words.CLOCKS[words.STOP_POINTS]] = 3, steps
+        page[words.HANDLES] = 1 << USR1
+    yield found
+    for page in found:
+        page.close()
+
+
+@contextlib.contextmanager
+def agreement(directory: Path, limit: float) -> Iterator[Agreement]:
+    found = Agreement(NodeVotes(directory, range(2), lambda _: False), Exchange(), USR1, "", limit)
+    found.turn()
+    yield found
+    found.close()
+
+
+def test_optimizer_steps_are_the_clock_only_if_all_ranks_stand_still(pages: list[RankWords], tmp_path: Path) -> None:
+    pages[0][words.STANDS_STILL] = 1  # it has two optimizers more
+    with agreement(tmp_path, 60.0):
+        assert (pages[1][words.CLOCK], pages[1][words.STEP]) == (words.COLLECTIVES, 5)
+    pages[1][words.STANDS_STILL] = 1
+    with agreement(tmp_path, 60.0):
+        assert (pages[1][words.CLOCK], pages[1][words.STEP]) == (words.STOP_POINTS, 11)
