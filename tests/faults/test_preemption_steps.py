@@ -171,3 +171,66 @@ def test_all_ranks_stop_at_the_same_step(
     times = int(os.environ.get("STOPS", "1"))
     found = [line.split() for line in stops(tmp_path, device, cases, *flags, times=times)]
     assert [(case, by) for case, _, by in found] == [(case, clock) for case in cases.split(",") for _ in range(times)]
+
+
+GIVEN_UP = """
+import os, signal, time
+import torch
+rank, phase, got = int(os.environ["RANK"]), "loading", []
+
+def handle(number, frame):
+    got.append(number)
+    with open(f"stops-{rank}", "a") as file:
+        file.write(f"{phase} {signal.Signals(number).name}\\n")
+
+for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, handle)
+open(f"ready-loading-{rank}", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+for phase in ("training", "evaluation"):
+    begun, count = time.monotonic(), 0
+    wanted = {"training": signal.SIGUSR2, "evaluation": signal.SIGTERM}[phase]
+    while wanted not in got:
+        count += 1
+        if rank == 0 or phase == "training":
+            optimizer.step()
+        if count == 5:
+            open(f"ready-{phase}-{rank}", "w").close()
+        time.sleep(0.1 if rank == 0 else 0.3)  # rank 1 comes to no step that is ahead of rank 0
+"""
+
+
+@pytest.mark.alone
+def test_a_stop_without_a_step_is_delivered_at_once_and_that_is_said(tmp_path: Path) -> None:
+    """While nobody trains, when a rank does not come to the step, or does not vote; each handler is called once."""
+    (tmp_path / "train.py").write_text(GIVEN_UP)
+    given = ("-m", "phalanx", "run", "--nproc-per-node", "2", "--shutdown-timeout", "3", "train.py")
+    process = start(*given, cwd=tmp_path, env={"INVOCATION_ID": ""})
+    files = [tmp_path / f"stops-{rank}" for rank in range(2)]
+
+    def stop(phase: str, count: int, *numbers: int) -> None:
+        wait(lambda: all((tmp_path / f"ready-{phase}-{rank}").exists() for rank in range(2)), process)
+        every = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for number in numbers:
+            for pid in every[:1] if phase == "loading" else every:
+                os.kill(pid, number)
+            time.sleep(0.1)  # Python handles signals that wait together in the order of their numbers
+        wait(lambda: all(len(lines(file)) >= count for file in files), process)
+
+    try:
+        stop("loading", 1, signal.SIGUSR1)
+        (tmp_path / "go").touch()
+        stop("training", 2, signal.SIGUSR2)
+        stop("evaluation", 4, signal.SIGUSR1, signal.SIGTERM)  # the second must not be lost while the first is in work
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 143, err
+    expected = ["loading SIGUSR1", "training SIGUSR2", "evaluation SIGUSR1", "evaluation SIGTERM"]
+    assert [lines(file) for file in files] == [expected, expected], err
+    late, silent = "a rank has not come to the agreed step", "the ranks have not agreed on a step"
+    given_up = [err.count(f"{text} within 1.5 s; the signal is delivered at once") for text in (late, silent)]
+    assert given_up in ([1, 2], [0, 3]), "the second on a machine that is too busy for a vote"
+    assert err.count("not all ranks train, and handle SIGUSR1 or ask px.stop; it is delivered at once") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,3 +48,20 @@ def test_optimizer_steps_are_the_clock_only_if_all_ranks_stand_still(pages: list
     pages[1][words.STANDS_STILL] = 1
     with agreement(tmp_path, 60.0):
         assert (pages[1][words.CLOCK], pages[1][words.STEP]) == (words.STOP_POINTS, 11)
+
+
+def test_a_committed_step_that_a_rank_does_not_reach(pages: list[RankWords], tmp_path: Path) -> None:
+    """It is given up; the rank that has stopped there does not get the signal again."""
+    with agreement(tmp_path, 0.05) as stop:
+        for page in pages:
+            page[words.VOTE] = 2 * page[words.EPOCH] + 1
+        stop.turn()
+        assert (stop.state, pages[0][words.COMMITTED]) == ("committed", 1)
+        pages[0][words.DELIVERED] = 1
+        stop.turn()
+        time.sleep(0.06)
+        stop.turn()
+        assert (stop.state, stop.stopped) == ("released", {0})
+        assert stop.why_released == "a rank has not come to the agreed step within 0.05 s"
+        assert [page[words.RELEASED] for page in pages] == [0, 1]
+        assert [(page[words.EPOCH], page[words.STEP]) for page in pages] == [(2, 0)] * 2

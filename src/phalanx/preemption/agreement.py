@@ -80,6 +80,10 @@ class NodeVotes:
             except (OSError, ValueError):
                 self._ranks[rank] = None
 
+    @property
+    def ranks(self) -> set[int]:
+        return set(self._ranks)
+
     def _living(self) -> list[RankWords]:
         return [page for rank, page in self._ranks.items() if page is not None and not self._has_ended(rank)]
 
@@ -125,13 +129,21 @@ class NodeVotes:
         for page in self._living():
             page[words.COMMITTED] = epoch
 
-    def have_stopped(self, epoch: int) -> bool:
-        return all(page[words.DELIVERED] == epoch for page in self._living())
+    def stopped(self, epoch: int) -> set[int]:
+        """The ranks that have stopped at the agreed step, or have ended."""
+        return {
+            rank
+            for rank, page in self._ranks.items()
+            if self._has_ended(rank) or (page is not None and page[words.DELIVERED] == epoch)
+        }
 
-    def release(self, epoch: int) -> None:
-        for page in self._living():
-            page[words.RELEASED] = 1
-            page[words.EPOCH] = epoch
+    def release(self, epoch: int, stopped: set[int]) -> None:
+        """Withdraws the last proposal; the ranks that have not stopped at it deliver the signal at once."""
+        for rank, page in self._ranks.items():
+            if page is not None:
+                page[words.RELEASED] = int(rank not in stopped)
+                page[words.STEP] = 0  # which every rank has passed
+                page[words.EPOCH] = epoch
 
     def close(self) -> None:
         for page in self._ranks.values():
@@ -148,6 +160,8 @@ class Agreement:
         self._signal, self._reason = signal, reason
         self.state: State = "voting"
         self.why_released = ""
+        self.stopped: set[int] = set()
+        """The ranks of this node that have stopped at the agreed step."""
         self._until = time.monotonic() + limit
         self._epoch, self._margin = votes.last_epoch(), _FIRST_MARGIN
         self._is_proposed = False
@@ -161,7 +175,8 @@ class Agreement:
         if self.state == "voting":
             self._vote()
         elif self.state == "committed":
-            if self.votes.have_stopped(self._epoch):
+            self.stopped = self.votes.stopped(self._epoch)
+            if self.votes.ranks == self.stopped:
                 self.state = "stopped"
             elif time.monotonic() > self._until:
                 self._release(f"a rank has not come to the agreed step within {self._limit:g} s")
@@ -216,7 +231,7 @@ class Agreement:
 
     def _release(self, why: str) -> None:
         """``why``: empty if the ranks do not train, or do not handle the signal."""
-        self.votes.release(self._epoch + 1)
+        self.votes.release(self._epoch + 1, self.stopped)
         self.state, self.why_released = "released", why
 
     def _publish(self, message: Message) -> None:

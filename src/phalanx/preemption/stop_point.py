@@ -19,6 +19,7 @@ from phalanx.status import layout
 _HOLD_LIMIT = 60.0
 """Seconds that a rank holds at a stop point for its agent."""
 _LOOK_EVERY = 0.0005
+_EPOCH, (_COLLECTIVES, _STOP_POINTS) = words.EPOCH, words.CLOCKS
 _current: StopPoints | None = None
 
 
@@ -30,7 +31,9 @@ class StopPoints:
         returns False without an agent."""
         self._memory, self._words = memory, memoryview(memory).cast("Q")
         self._report = report
-        self._pid, self._thread = os.getpid(), get_ident()
+        self._pid = os.getpid()
+        self._thread: int | None = get_ident()
+        os.register_at_fork(after_in_child=self._forget)  # a system call in every step would take longer than the rest
         self._passed = (0, 0)
         """Both clocks at the last stop point."""
         self._stood_still = 0
@@ -38,8 +41,6 @@ class StopPoints:
         self._stop_at: int | None = None
         """The proposed value of the clock, if this rank has voted for it."""
         self._clock = words.STOP_POINTS
-        self._pending: list[int] = []
-        """Signals that have come, and are not delivered yet."""
         self._asks = self._trains = False
         self.reason: str | None = None
         """Why this rank has to stop; None as long as it has not."""
@@ -65,33 +66,33 @@ class StopPoints:
 
     def passed(self, collectives: int) -> None:
         """To be called after every step of an optimizer. ``collectives``: those of the world so far."""
-        if get_ident() != self._thread or os.getpid() != self._pid:
+        if get_ident() != self._thread:
             return
         page, before = self._words, self._passed
         self._passed = collectives, before[1] + 1
-        page[words.CLOCKS[0]], page[words.CLOCKS[1]] = self._passed
+        page[_COLLECTIVES], page[_STOP_POINTS] = self._passed
         if collectives != before[0]:
             self._stood_still = 0
         elif self._stood_still < 2:
             self._stood_still += 1
             page[words.STANDS_STILL] |= self._stood_still >> 1
-        if page[words.EPOCH] != self._epoch:
+        if page[_EPOCH] != self._epoch:
             self._vote(before)
         if self._stop_at is not None and self._passed[self._clock] >= self._stop_at:
             self._hold(before)
+
+    def _forget(self) -> None:
+        """In a process that the rank has forked: its steps are not the rank's."""
+        self._thread = None
 
     def _vote(self, before: tuple[int, int]) -> None:
         """Votes yes if no stop point at or after the proposed one is behind this rank."""
         page = self._words
         self._epoch = page[words.EPOCH]
         step, self._clock = page[words.STEP], page[words.CLOCK] & 1
-        is_released = bool(page[words.RELEASED])
-        accepts = not is_released and before[self._clock] < step
+        accepts = before[self._clock] < step
         self._stop_at = step if accepts else None
         page[words.VOTE] = 2 * self._epoch + accepts
-        if is_released:
-            for number in dict.fromkeys(self._pending):
-                self._stop(number)
 
     def _hold(self, before: tuple[int, int]) -> None:
         """Waits at the proposed stop point until the agent commits, proposes another, or releases the ranks."""
@@ -109,16 +110,16 @@ class StopPoints:
                 time.sleep(_LOOK_EVERY)
 
     def _stop(self, number: int) -> None:
-        self._pending.clear()
         if number not in NOTICES or not self.handlers.has(number):  # else it is the script's own affair
             self.reason = self.reason or self._describe(number)
         self.handlers.deliver(number)
 
     def _withhold(self, number: int) -> bool:
-        """Whether the signal is delivered later, at the step that the ranks agree on."""
+        """Whether the signal is delivered later: at the step that the ranks agree on, or when the agent sends it."""
         is_at_once = bool(self._words[words.RELEASED]) or not (self._trains or self._passed[1])
+        if number in NOTICES:  # the ranks continue, and agree on the next one again
+            self._words[words.RELEASED] = 0
         if not is_at_once and self._report(number, ""):
-            self._pending.append(number)
             return True
         if self._asks:
             self.reason = self.reason or self._describe(number)

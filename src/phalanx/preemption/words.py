@@ -17,7 +17,7 @@ from phalanx.status import layout
 
 EPOCH, STEP, CLOCK, SIGNAL, COMMITTED, RELEASED = (layout.STOP + word for word in range(6))
 """Written by the agent: the number of the proposal, last of all; the value of the clock that it proposes; which clock;
-the signal, or 0; the last proposal that is committed; whether signals are delivered at once from now on."""
+the signal, or 0; the last proposal that is committed; whether the next signal is delivered at once."""
 REASON, REASON_BYTES = layout.STOP + 6, 80
 """Written by the agent: why a script has asked to stop."""
 CLOCKS = (layout.STOP + 16, layout.STOP + 17)

@@ -12,7 +12,7 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from phalanx import events, messages
 from phalanx.launch.agent.rank_process import RankProcess
@@ -164,9 +164,9 @@ class AttemptRun:
         self._cancel_starts()
         self._send_due_signals(time.monotonic())
 
-    def pass_on(self, number: int) -> None:
-        """Sends a signal to the ranks that handle it: it would end the others."""
-        for rank in self.ranks.values():
+    def pass_on(self, number: int, ranks: Iterable[int]) -> None:
+        """Sends a signal to those of the ranks that handle it: it would end the others."""
+        for rank in (self.ranks[each] for each in ranks):
             handled = int(procfs.status(rank.pid).get("SigCgt", "0"), 16) if rank.pid and not rank.exited else 0
             if rank.pid and handled >> (number - 1) & 1:
                 self._zygote.signal(rank.pid, number)

@@ -70,6 +70,8 @@ class RunStop:
         """All nodes know, and their ranks stop at the same step."""
         self._agreement: Agreement | None = None
         self._number = 0
+        self._waiting: dict[int, str] = {}
+        """Other signals, which have come while the ranks agree on a step for the first; with their reasons."""
         self._delivered: dict[int, float] = {}
 
     def begin(self, attempt: AttemptRun, exchange: Exchange | None) -> None:
@@ -111,6 +113,9 @@ class RunStop:
                 self._have_stopped()
             elif self._agreement.state == "released":
                 self._signal_at_once()
+        elif self._waiting:
+            number = next(iter(self._waiting))
+            self._request(number, self._waiting.pop(number))
 
     @property
     def is_requested(self) -> bool:
@@ -161,7 +166,11 @@ class RunStop:
 
     def _request(self, number: int, reason: str) -> None:
         is_same = time.monotonic() < self._delivered.get(number, -math.inf) + _SAME_CAUSE
-        if self._agreement is not None or self._attempt.is_stopping or is_same:
+        if self._attempt.is_stopping or is_same:
+            return
+        if self._agreement is not None:
+            if number != self._number:
+                self._waiting[number] = reason
             return
         from phalanx.preemption.agreement import Agreement
         from phalanx.watchdog.exchange import Exchange
@@ -170,6 +179,10 @@ class RunStop:
         self._number = number
         self._agreement = Agreement(self._votes(), self._exchange or Exchange(), number, reason, limit)
         self.turn()
+
+    @property
+    def _name(self) -> str:
+        return signal.Signals(self._number).name
 
     def _votes(self) -> NodeVotes:
         from phalanx.preemption.agreement import NodeVotes
@@ -196,25 +209,26 @@ class RunStop:
         step = self._agreement.votes.clocks(self._number).stop_points
         is_scripts = self._number in NOTICES and self._agreement.votes.are_handled(self._number)
         self._end_agreement()
-        self._delivered[self._number] = time.monotonic()
         if is_scripts:  # what it means, and how the run ends, is the script's own affair
             return
         self.is_agreed, self.step = True, step
         if self._number:
-            self.signal, self._by = self.signal or self._number, self._by or signal.Signals(self._number).name
+            self.signal, self._by = self.signal or self._number, self._by or self._name
             self._attempt.stop(None, timeout=math.inf if self._number in NOTICES else self._limit)
 
     def _signal_at_once(self) -> None:
         assert self._agreement is not None
         why, can_stop = self._agreement.why_released, self._agreement.votes.can_stop(self._number)
+        left = self._agreement.votes.ranks - self._agreement.stopped
         self._end_agreement()
         if why:
             self._say([f"{why}; {'the signal is delivered at once' if self._number else 'they continue'}"])
+        elif can_stop and self._number:
+            self._say([f"not all ranks train, and handle {self._name} or ask px.stop; it is delivered at once"])
         if self._number in NOTICES:
-            self._attempt.pass_on(self._number)
+            self._attempt.pass_on(self._number, left)
             if not can_stop:
-                name = signal.Signals(self._number).name
-                self._say([f"{name}: the script neither handles it nor asks px.stop, so the ranks continue"])
+                self._say([f"{self._name}: the script neither handles it nor asks px.stop, so the ranks continue"])
         elif self._number:
             self._attempt.stop(self._number, timeout=self._limit)
         elif not why:
@@ -224,5 +238,6 @@ class RunStop:
         if self._agreement is not None:
             self._agreement.close()
             self._agreement = None
+            self._delivered[self._number] = time.monotonic()
             if self._exchange is not None:
                 self._exchange.receivers["stop"] = self._receive
