@@ -274,3 +274,91 @@ def test_a_time_limit_ends_a_script_that_asks_nothing(phalanx: Runner, script) -
     outcome = phalanx("run", "--nproc-per-node", "2", *WITHOUT_TORCH, *flags, name)
     assert outcome.code == 75
     assert "phalanx: the time limit is 0 s away: stopping the ranks, 10 s at most (Ctrl-C: at once)" in outcome.told
+
+
+WITHOUT_LIBRARY = """
+import ctypes
+class CDLL(ctypes.CDLL):
+    def __init__(self, name, *args, **options):
+        if "libphalanx_shm" in str(name):
+            raise OSError("no such file")
+        super().__init__(name, *args, **options)
+ctypes.CDLL = CDLL
+"""
+
+
+def test_without_the_c_library_it_is_said_once_that_loaders_are_not_guarded(
+    phalanx: Runner, script, tmp_path: Path
+) -> None:
+    script(WITHOUT_LIBRARY, name="sitecustomize.py")
+    name = script(
+        """
+        from torch.utils.data import DataLoader
+        for _ in range(2):
+            assert len(list(DataLoader([1, 2], num_workers=1))) == 2
+        """
+    )
+    outcome = phalanx("run", "--nproc-per-node", "2", name, env={"PYTHONPATH": str(tmp_path)})
+    assert outcome.code == 0, outcome.err
+    told = "a scheduler's signal ends the workers of a DataLoader: the shm library is not there: no such file"
+    assert outcome.err.count(told) == 1
+
+
+HELPERS = """
+import multiprocessing, os, subprocess, time
+from concurrent.futures import ProcessPoolExecutor
+import torch
+from torch.utils.data import DataLoader
+
+def pid(_=0):
+    return os.getpid()
+
+def main():
+    rank, found = int(os.environ["RANK"]), {}
+    fork = multiprocessing.get_context("fork")
+    options = dict(num_workers=1, persistent_workers=True, pin_memory=True, multiprocessing_context=fork)
+    loader = iter(DataLoader(range(1_000_000), **options))
+    found["loader"] = loader._workers[0].pid
+    found["pool"] = (pool := fork.Pool(1)).apply(pid)
+    found["executor"] = (executor := ProcessPoolExecutor(1, mp_context=fork)).submit(pid).result()
+    (process := fork.Process(target=time.sleep, args=(600,), daemon=True)).start()
+    found["process"] = process.pid
+    found["program"] = (program := subprocess.Popen(["sleep", "600"])).pid
+    next(loader)
+    with open(f"helpers-{rank}", "w") as file:
+        file.write("\\n".join(f"{pid} {name}" for name, pid in found.items()))
+    open(f"ready-{rank}", "w").write(str(os.getpid()))
+    while not os.path.exists("signalled"):
+        time.sleep(0.01)
+    for _ in range(20):  # they serve as before
+        next(loader)
+    assert pool.apply(pid) == found["pool"] and executor.submit(pid).result() == found["executor"]
+    open(f"served-{rank}", "w").close()
+    time.sleep(600)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("whom", ["rank", "agent"])
+def test_helpers_outlive_a_schedulers_signal_and_die_with_their_rank(whom: str, script, tmp_path: Path) -> None:
+    """Whatever a rank forks through multiprocessing. A program that it executes ends by the signal, as always."""
+    run = Run(tmp_path, script(HELPERS))
+    texts = [(tmp_path / f"helpers-{rank}").read_text().splitlines() for rank in range(2)]
+    helpers = [(int(pid), name) for text in texts for pid, _, name in (line.partition(" ") for line in text)]
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        signal_all([pid for pid, _ in helpers if psutil.pid_exists(pid)], number)
+    time.sleep(0.3)
+    living = {name for pid, name in helpers if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+    assert living == {"loader", "pool", "executor", "process"}
+    (tmp_path / "signalled").touch()
+    limit = time.monotonic() + 30
+    while not all((tmp_path / f"served-{rank}").exists() for rank in range(2)):
+        assert run.process.poll() is None, run.process.communicate()
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    os.kill(run.agent if whom == "agent" else run.ranks[1], signal.SIGKILL)
+    code, _, err = run.end()
+    assert code == (-signal.SIGKILL if whom == "agent" else 137), err
+    # that nothing is left is what every test checks

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing import forkserver, get_start_method, resource_tracker, util
 from typing import Any
 
 from phalanx.native import library
+from phalanx.status import notices
 from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP, after_worker_signals
 
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -22,9 +24,21 @@ _torch_worker_loop = WORKER_LOOP.get()
 
 def install() -> None:
     """In a rank, or in the process that ranks are forked from. Without the C library helpers end as torch's do."""
-    if library.why_not() is None and SET_WORKER_SIGNALS.get() and WORKER_LOOP.wrap(lambda _: worker_loop):
+    if library.why_not() is not None:
+        START_WORKERS.wrap(_with_notice)
+    elif SET_WORKER_SIGNALS.get() and WORKER_LOOP.wrap(lambda _: worker_loop):
         START_WORKERS.wrap(_with_signals_blocked)
         util.register_after_fork(_owner, _guard_helper)
+
+
+def _with_notice(plain: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(plain)
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        if sys.platform == "linux":  # elsewhere there is no such library, and no scheduler
+            notices.give(f"a scheduler's signal ends the workers of a DataLoader: {library.why_not()}")
+        plain(self, *args, **kwargs)
+
+    return init
 
 
 class _Owner:
