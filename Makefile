@@ -63,6 +63,7 @@ bench: $(VENV)/ready-bench mpirun
 	$(BIN)/python benchmarks/ddp_step.py
 	$(BIN)/python benchmarks/sampler.py
 	$(BIN)/python benchmarks/track.py
+	$(BIN)/python benchmarks/stop_point.py
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/dp_vs_ddp.py
 	$(BIN)/python benchmarks/checkpoint.py

@@ -24,6 +24,7 @@ import pytest
 import recorder
 import recovery
 import sampler
+import stop_point
 import track
 from torch import nn
 
@@ -63,6 +64,7 @@ def test_make_bench_runs_every_program(name: str) -> None:
 ORDERS: dict[str, dict[str, Any]] = {
     "checkpoint": {"megabytes": 2, "rounds": 1, "steps": 2},
     "track": {"milliseconds": 1, "steps": 5, "seconds": 0.1},
+    "stop_point": {"steps": 5, "seconds": 0.05},
     "recorder": {"calls": 5, "widths": [16], "seconds": 0.05},
     "ddp_step": {"width": 32, "seconds": 0.01},
     "dp_vs_ddp": {"models": ["MLP"], "replicas": 2, "batch": 4, "width": 16, "cores": 2, "seconds": 0.01},
@@ -128,6 +130,12 @@ def test_track(measured: dict[str, list[Row]]) -> None:
     samples = [Sample("work", name, 2, 0, (time,) * 3) for name, time in (("bare", 0.5), ("tracked", 0.507))]
     (text,) = track.tables(rows(samples), track.BENCHMARK.parse([]))
     assert "| 7.00 (7.00–7.00), 1.40% |" in text
+
+
+def test_stop_point(measured: dict[str, list[Row]]) -> None:
+    assert contenders(measured["stop_point"]) == {"steps": {"off", "on"}}
+    (text,) = stop_point.tables(measured["stop_point"], stop_point.BENCHMARK.parse([]))
+    assert "| on − off, " in text
 
 
 def test_ddp_step(measured: dict[str, list[Row]]) -> None:

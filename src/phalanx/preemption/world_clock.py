@@ -19,7 +19,7 @@ def install() -> None:
 
 def world_collectives() -> int:
     """Returns how many collectives the group of all ranks has called; 0 where nobody counts them."""
-    group = dist.group.WORLD if dist.is_initialized() else None
+    group = dist.group.WORLD
     if group is None:
         return 0
     own = getattr(group, "collectives_called", None)

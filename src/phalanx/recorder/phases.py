@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from phalanx.preemption import stop_point, world_clock
@@ -80,13 +81,13 @@ def _backward(page: StatusPage, tensors: object = None, *_: object, **__: object
 
 
 def _before_step(*_: object) -> None:
-    page = None if torch.compiler.is_compiling() else own_page.current()
+    page = None if is_dynamo_compiling() else own_page.current()
     if page is not None:
         page.enter(layout.OPTIMIZER)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    page = None if torch.compiler.is_compiling() else own_page.current()
+    page = None if is_dynamo_compiling() else own_page.current()
     if page is not None:
         clock = device_clock.of_optimizer(optimizer, page)
         page.stepped(_after_a_step)
@@ -101,7 +102,7 @@ def _will_step(*_: object, **__: object) -> None:
 
 
 def _reach_stop_point(*_: object) -> None:
-    points = None if torch.compiler.is_compiling() else stop_point.current()
+    points = None if is_dynamo_compiling() else stop_point.current()
     if points is not None:
         points.passed(world_clock.world_collectives())
 
