@@ -221,7 +221,8 @@ def test_the_end_of_a_job_is_known(cluster: SlurmCluster, tmp_path: Path) -> Non
 @pytest.mark.parametrize("whom", ["", "B:"], ids=["steps", "batch"])
 def test_a_notice(cluster: SlurmCluster, tmp_path: Path, whom: str) -> None:
     """--signal=USR1@60 tells the agents, --signal=B:USR1@60 the conductor; rank 3 takes long to end."""
-    number = stops(cluster, tmp_path, f"exec {RUN} stops.py 25", f"--signal={whom}USR1@60", "--time=2")
+    number = stops(cluster, tmp_path, f"exec {RUN} stops.py 25", f"--signal={whom}USR1@60")
+    cluster.end_in(number, 80)
     ended(cluster, number, tmp_path, "FAILED", "SIGUSR1")
 
 

@@ -65,3 +65,20 @@ def test_a_committed_step_that_a_rank_does_not_reach(pages: list[RankWords], tmp
         assert stop.why_released == "a rank has not come to the agreed step within 0.05 s"
         assert [page[words.RELEASED] for page in pages] == [0, 1]
         assert [(page[words.EPOCH], page[words.STEP]) for page in pages] == [(2, 0)] * 2
+
+
+def test_ranks_that_do_not_train_are_released_for_the_same_reason_everywhere(tmp_path: Path) -> None:
+    """The other node once said that a node had not agreed in time."""
+    agreements: list[Agreement] = []
+    sent: list[tuple[int, bytes]] = []
+    for node in range(2):
+        exchange = Exchange(node, 0, range(2), publish=lambda topic, body, to_all, node=node: sent.append((node, body)))
+        votes = NodeVotes(tmp_path, [node], lambda rank: False)  # a rank without a status page
+        agreements.append(Agreement(votes, exchange, USR1, "", 30))
+    while any(each.state == "voting" for each in agreements):
+        for node, body in sent[:]:
+            agreements[1 - node].receive(node, body)
+            sent.pop(0)
+        for each in agreements:
+            each.turn()
+    assert [(each.state, each.why_released) for each in agreements] == [("released", "")] * 2

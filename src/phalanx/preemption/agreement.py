@@ -62,7 +62,9 @@ class Commit(Record, frozen=True, tag=True):
 
 
 class Release(Record, frozen=True, tag=True):
-    """No step was found in time."""
+    """There is no step to agree on. ``why``: empty if the ranks do not train, or do not handle the signal."""
+
+    why: Text
 
 
 Message = Clocks | Request | Proposal | Votes | Commit | Release
@@ -187,8 +189,7 @@ class Agreement:
 
     def _vote(self) -> None:
         if time.monotonic() > self._until:
-            self._publish(Release())
-            self._release(f"the ranks have not agreed on a step within {self._limit:g} s")
+            self._release(f"the ranks have not agreed on a step within {self._limit:g} s", tells=True)
         elif not self._exchange.is_judge:
             if self._is_proposed and not self._has_voted and (own := self.votes.votes(self._epoch)) is not None:
                 self._has_voted = True
@@ -210,8 +211,7 @@ class Agreement:
         """The deciding node proposes a step."""
         clocks = [self.votes.clocks(self._signal), *(self._clocks[node] for node in self._exchange.others)]
         if not all(each.can_agree for each in clocks):
-            self._publish(Release())
-            self._release("")
+            self._release("", tells=True)
             return
         is_still = all(each.stands_still for each in clocks)  # else a rank has more optimizers than the others
         latest = max(each.stop_points if is_still else each.collectives for each in clocks)
@@ -229,8 +229,10 @@ class Agreement:
         self.votes.commit(self._epoch)
         self.state, self._until = "committed", time.monotonic() + self._limit
 
-    def _release(self, why: str) -> None:
-        """``why``: empty if the ranks do not train, or do not handle the signal."""
+    def _release(self, why: str, *, tells: bool = False) -> None:
+        """``why``: see `Release`; ``tells``: the other nodes, too."""
+        if tells:
+            self._publish(Release(why))
         self.votes.release(self._epoch + 1, self.stopped)
         self.state, self.why_released = "released", why
 
@@ -255,7 +257,7 @@ class Agreement:
             case Commit() if from_judge and self.state == "voting" and message.epoch == self._epoch:
                 self._commit()
             case Release() if self.state == "voting":
-                self._release("another node has not agreed on a step in time")
+                self._release(message.why)
             case _:
                 pass  # too late
 
