@@ -53,4 +53,4 @@ def test_over_srun(name: str, clients: bool, cluster: SlurmCluster, tmp_path: Pa
     err = (tmp_path / f"{job}.err").read_text()
     assert cluster.show(job)["ExitCode"] == "143:0", err
     assert stopping.check(tmp_path, err) == 143
-    await_that(lambda: not any(processes(node, "phalanx") for node in nodes), "nothing runs", 20)
+    await_that(lambda: not any(processes(node, "phalanx.launch") for node in nodes), "nothing runs", 20)

@@ -17,7 +17,7 @@ import pytest
 from phalanx.cluster import slurm
 from tests import stopping
 from tests.faults.test_slurm import PHALANX, PLACE, PYTHON, RUN, UNEVEN, batch, places
-from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, await_that, needs_slurm, slurm_cluster
 
 pytestmark = needs_slurm
 
@@ -228,12 +228,17 @@ def test_a_notice(cluster: SlurmCluster, tmp_path: Path, whom: str) -> None:
 
 def test_a_notice_that_nobody_wants(cluster: SlurmCluster, tmp_path: Path) -> None:
     """The ranks continue, and a line says so."""
-    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(50)\n")
-    line = f"exec {RUN} --start-method exec sleeps.py"
-    number = cluster.submit(batch(tmp_path, line), "-N2", "--signal=B:USR1@60", "--time=1")
+    waits = "import pathlib, time\nwhile not pathlib.Path('told').exists(): time.sleep(0.1)\n"
+    (tmp_path / "waits.py").write_text(waits)
+    number = cluster.submit(batch(tmp_path, f"exec {RUN} waits.py"), "-N2", "--signal=B:USR1@60")
+    err = tmp_path / f"{number}.err"
+    await_that(lambda: err.exists() and "2 ranks on 2 hosts" in err.read_text(), "it begins", 110)
+    cluster.end_in(number, 100)
+    told = "phalanx: SIGUSR1: the script neither handles it nor asks px.stop, so the ranks continue\n"
+    await_that(lambda: told in err.read_text(), "the notice", 110)
+    (tmp_path / "told").touch()
     assert cluster.wait(number) == "COMPLETED"
-    err = (tmp_path / f"{number}.err").read_text()
-    assert err.count("phalanx: SIGUSR1: the script neither handles it nor asks px.stop, so the ranks continue\n") == 1
+    assert err.read_text().count("SIGUSR1") == 1
 
 
 @pytest.mark.parametrize("again", ["", "--requeue"], ids=["", "requeue"])
