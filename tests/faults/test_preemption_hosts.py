@@ -43,8 +43,6 @@ def signal_in_order(order: list[tuple[float, str]], conductor: int, agents: list
         kind, _, node = whom.partition(" ")
         agent = agents[int(node)] if node else conductor
         pids = ranks if kind == "ranks" else [agent]
-        if kind == "clients":
-            pids = [child.pid for child in psutil.Process(conductor).children()]
         if kind == "all":
             pids = [child.pid for child in reversed(psutil.Process(agent).children(recursive=True))] + pids
         for pid in pids:
@@ -62,7 +60,9 @@ def pid_here(inside: int, below: int) -> int:
 
 def stop_over_ssh(site: Site, place: Path, order: list[tuple[float, str]]) -> None:
     stopping.prepare(place)
-    process: subprocess.Popen[str] = site.start(place, "-H", "node0:2,node1:2", "stops.py", "1")
+    process: subprocess.Popen[str] = site.start(
+        place, "-H", "node0:2,node1:2", "--shutdown-timeout", "60", "stops.py", "1"
+    )
     inside = stopping.await_training(place)
     agents = [processes(node, "phalanx.launch.command.remote")[0] for node in site.nodes[:2]]
     signal_in_order(order, process.pid, agents, [pid_here(pid, agents[1]) for pid in inside[2:]])
