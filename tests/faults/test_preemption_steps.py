@@ -106,7 +106,9 @@ for name in sys.argv[3].split(","):
 def stops(directory: Path, device: str, cases: str, *flags: str, ranks: int = 4, times: int = 1) -> list[str]:
     """Signals a run at random moments, ``times`` in each of its cases; returns the lines of its ranks, all alike."""
     (directory / "train.py").write_text(STEPS)
-    given = ("-m", "phalanx", "run", "--nproc-per-node", str(ranks), *flags, "train.py", device, str(times), cases)
+    limit = ("--shutdown-timeout", "60")  # on a busy machine a vote may take more than a few seconds
+    run = ("-m", "phalanx", "run", "--nproc-per-node", str(ranks), *limit, *flags)
+    given = (*run, "train.py", device, str(times), cases)
     process = start(*given, cwd=directory, env={"PYTHONPATH": str(REPOSITORY)})
     files = [directory / f"stops-{rank}" for rank in range(ranks)]
     numbers, sent = cycle((signal.SIGUSR1, signal.SIGUSR2)), 0
@@ -128,7 +130,8 @@ def stops(directory: Path, device: str, cases: str, *flags: str, ranks: int = 4,
         process.kill()
     assert process.returncode == 0, err
     first, *others = [lines(file) for file in files]
-    assert all(other == first for other in others)
+    assert "at once" not in err
+    assert all(other == first for other in others), [first, others]
     return first
 
 
@@ -233,4 +236,3 @@ def test_a_stop_without_a_step_is_delivered_at_once_and_that_is_said(tmp_path: P
     late, silent = "a rank has not come to the agreed step", "the ranks have not agreed on a step"
     given_up = [err.count(f"{text} within 1.5 s; the signal is delivered at once") for text in (late, silent)]
     assert given_up in ([1, 2], [0, 3]), "the second on a machine that is too busy for a vote"
-    assert err.count("not all ranks train, and handle SIGUSR1 or ask px.stop; it is delivered at once") == 1

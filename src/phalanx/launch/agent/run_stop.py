@@ -223,8 +223,6 @@ class RunStop:
         self._end_agreement()
         if why:
             self._say([f"{why}; {'the signal is delivered at once' if self._number else 'they continue'}"])
-        elif can_stop and self._number:
-            self._say([f"not all ranks train, and handle {self._name} or ask px.stop; it is delivered at once"])
         if self._number in NOTICES:
             self._attempt.pass_on(self._number, left)
             if not can_stop:
