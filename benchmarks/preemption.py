@@ -58,7 +58,7 @@ CASES = {
     ),
 }
 RANKS, TRIES, HANGS_AFTER, CONTINUES_AFTER = 2, 3, 30.0, 3.0
-CONTINUES = "continues"
+CONTINUES, HANGS = "continues", "hangs"
 
 
 def plan(settings: Settings) -> Iterator[Step]:
@@ -109,12 +109,15 @@ def _stop(settings: Settings, case: str, name: str, directory: Path) -> tuple[fl
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(getattr(signal, number))
         signalled = time.time()
-        end = _end(launcher, CONTINUES_AFTER if whom == LOADERS else HANGS_AFTER + seconds)
+        end = _end(launcher, CONTINUES_AFTER) if whom == LOADERS else HANGS
+        if end == HANGS and whom == LOADERS and _steps(directory, ranks):
+            end = CONTINUES
+        elif end == HANGS:
+            end = _end(launcher, HANGS_AFTER + seconds)
         lasted = time.time() - signalled
-        _, left = psutil.wait_procs(below, timeout=0 if end in (CONTINUES, "hangs") else 2)
-        note = describe_end(directory, end, 0 if end in (CONTINUES, "hangs") else len(left))
-        if end == CONTINUES and not _steps(directory, ranks):
-            note = "hangs"
+        has_ended = end not in (CONTINUES, HANGS)
+        _, left = psutil.wait_procs(below, timeout=2) if has_ended else ([], [])
+        note = describe_end(directory, end, len(left))
     return lasted, note
 
 
@@ -137,7 +140,7 @@ def _end(launcher: psutil.Process, timeout: float) -> str:
     try:
         code = launcher.wait(timeout)
     except psutil.TimeoutExpired:
-        return CONTINUES if timeout == CONTINUES_AFTER else "hangs"
+        return HANGS
     return f"exit code {code if code >= 0 else 128 - code}"
 
 
