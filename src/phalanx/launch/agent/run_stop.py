@@ -61,6 +61,8 @@ class RunStop:
         self.signal: int | None = None
         """The first signal that ends the run."""
         self.signalled_at = 0.0
+        self._is_hurried = False
+        """Somebody did not want to wait for the ranks, and knows what that means."""
         self._by = ""
         self.reason: str | None = None
         """Why a rank has asked to stop."""
@@ -89,6 +91,7 @@ class RunStop:
         self._take(number)
         if is_again and number in IN_A_HURRY:
             self._end_agreement()
+            self._is_hurried = True
             self._attempt.stop(number, at_once=True)
         elif not is_again:
             self._request(number, "")
@@ -138,7 +141,7 @@ class RunStop:
 
         by = self._by or (f"a request ({self.reason})" if self.signal is None else signal.Signals(self.signal).name)
         record = outcome.record(by, self.step, endings)
-        return record, outcome.lines(record, self._limit, endings)
+        return record, [] if self._is_hurried else outcome.lines(record, self._limit, endings)
 
     def requeue(self) -> None:
         """Puts the SLURM job back into its queue, where --requeue asks for it. SLURM then ends what is left of it."""
