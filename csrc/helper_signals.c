@@ -1,7 +1,8 @@
 /* The signals of a rank's helper process, such as a worker of a DataLoader.
  *
  * A scheduler may signal every process of a job at once. The rank decides what that means, and it may need its helpers
- * until it has saved. So a helper obeys its own session alone: the rank leads one, and its helpers are in it.
+ * until it has saved. So a helper obeys its own session and its parent alone: the rank leads a session, and its helpers
+ * are in it unless they have left it.
  */
 #define _GNU_SOURCE
 #include "phalanx_shm.h"
@@ -18,7 +19,7 @@ static void on_signal(int number, siginfo_t *info, void *context)
     (void)context;
     int before = errno;
     /* 0: a process of another PID namespace. One that has ended already has no session. */
-    if (info->si_pid != 0 && getsid(info->si_pid) == getsid(0)) {
+    if (info->si_pid != 0 && (info->si_pid == getppid() || getsid(info->si_pid) == getsid(0))) {
         if (is_loader_worker && number == SIGTERM)
             _exit(0); /* as torch's own handler does: any other exit code is a failure for it */
         signal(number, SIG_DFL);
