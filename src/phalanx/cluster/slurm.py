@@ -38,7 +38,7 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
-        local_size=sizes[node] if node < len(sizes) else max(1, world_size // nodes),
+        local_size=sizes[node] if 0 <= node < len(sizes) else max(1, world_size // nodes),
         node=node,
         nodes=nodes,
         master=master_from(environ) or _master(environ),
@@ -136,8 +136,8 @@ def tasks_per_node(text: str) -> list[int]:
     """Returns [4, 4, 2] for ``4(x2),2``."""
     sizes: list[int] = []
     for part in filter(None, text.split(",")):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        found = re.fullmatch(r"([1-9][0-9]{0,8})(?:\(x([0-9]{1,9})\))?", part)
+        if found is None or int(found[2] or 1) > _MOST_HOSTS:
             raise UsageError(f"SLURM_TASKS_PER_NODE={text!r} cannot be read; it should look like 4(x2),2.")
         sizes += [int(found[1])] * int(found[2] or 1)
     return sizes
