@@ -40,10 +40,14 @@ def seconds(name: str, value: float | timedelta | None) -> float | None:
 
 
 def duration(text: str) -> float | None:
-    """Returns the seconds of a time like "90s", "10min", "3h50m" or SLURM's "1-12:00:00"; None for anything else."""
-    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", text.strip())
+    """Returns the seconds of a time like "90s", "10min", "3h50m", or in SLURM's form; None for anything else.
+
+    SLURM reads "50:00" as minutes and seconds, and "1-12:00" as a day and hours.
+    """
+    clock = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d\d)", text.strip())
     if clock is not None:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        days, first, second, third = (int(part or 0) for part in clock.groups())
+        hours, minutes, seconds = (second, third, 0) if clock[1] and not clock[2] else (first, second, third)
         return 86400.0 * days + 3600 * hours + 60 * minutes + seconds
     parts = re.findall(r"([0-9]*\.?[0-9]+) ?(s|sec|min|m|h|d)(?![a-z])", text.strip())
     if not parts or "".join("".join(part) for part in parts) != text.replace(" ", ""):
