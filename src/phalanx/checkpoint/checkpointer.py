@@ -106,7 +106,7 @@ class Checkpointer:
         whole_number("step", state.step, 0, MOST_STEPS - 1)
         if self._last is not None and state.step < self._last:
             raise UsageError(f"step {state.step} is to be saved after step {self._last}; steps count upwards.")
-        force = force or (self._save_on_stop and stop_point.is_requested())
+        force = force or (self._save_on_stop and stop_point.reason() is not None)
         if not force and not self._schedule.is_due(state.step):
             return False
         with own_page.phase(CHECKPOINT):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
+import sys
 
 from phalanx.argparser import shown
 from phalanx.errors import UsageError
 from phalanx.preemption import stop_point
-from phalanx.preemption.stop_point import StopPoints
-from phalanx.status import layout
 
 
 class Stop:
@@ -22,31 +20,37 @@ class Stop:
                 break
 
     It becomes true at the same step on every rank, at the end of an optimizer's step. Once a script has asked, a signal
-    no longer ends it: it has to stop by itself.
+    no longer ends it: it has to stop by itself. Without ``phalanx run``, signals do what they always do.
     """
 
     @property
     def requested(self) -> bool:
-        return _points().reason is not None
+        return self.reason is not None
 
     @property
     def reason(self) -> str | None:
-        """``SIGTERM``, ``the time limit of 3 h``, or what `request` was given; None as long as nothing is requested."""
-        return _points().reason
+        """``SIGTERM``, ``the time limit``, or what `request` was given; None as long as nothing is requested."""
+        points = stop_point.current()
+        if points is not None:
+            points.ask()
+        return stop_point.reason()
 
     def request(self, reason: str) -> None:
         """Asks all ranks to stop, from any one of them."""
         if not isinstance(reason, str) or not reason:
             raise UsageError(f"reason is {shown(reason)}; give a short text.")
-        _points().request(reason)
+        points = stop_point.current()
+        if points is not None:
+            points.request(reason)
+        elif _is_alone():
+            stop_point.request_alone(reason)
+        else:
+            raise UsageError("px.stop.request needs `phalanx run`: under another launcher the ranks cannot agree.")
+
+
+def _is_alone() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return dist is None or not dist.is_initialized() or dist.get_world_size() == 1
 
 
 stop = Stop()
-
-
-def _points() -> StopPoints:
-    points = stop_point.current()
-    if points is None:  # no agent: a world of one, or another launcher
-        points = stop_point.begin(mmap.mmap(-1, layout.PAGE_BYTES), lambda number, reason: False)
-    points.ask()
-    return points
