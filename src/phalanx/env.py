@@ -69,6 +69,7 @@ _READ = {
     "SLURM_STEP_NODELIST": "SLURM: hosts of the step; the first is the master",
     "SLURM_JOB_NODELIST": "SLURM: hosts of the allocation; `phalanx run` in a batch script starts on all of them",
     "SLURM_JOB_ID": "SLURM: the job; the master port is derived from it",
+    "SLURM_TIME_FORMAT": "SLURM: phalanx sets it for scontrol alone",
     "SLURM_RESTART_COUNT": "SLURM: how often the job was requeued; --requeue does not do it again",
     "SLURM_STEP_ID": "SLURM: the step; absent in a batch script, so that one is not mistaken for a task",
     "SLURM_CPUS_ON_NODE": "SLURM: CPUs of the step on this node; OMP_NUM_THREADS of a task is derived from it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 import time
@@ -25,18 +26,25 @@ class Deadline:
         self.name = "the time limit" if self.is_ours else "the end of the SLURM job"
         self._job = environ.get("SLURM_JOB_ID") if time_limit is None else None
         self._end = time.time() + time_limit if time_limit is not None else math.inf
+        self._earliest = self._end - time_limit / 2 if time_limit is not None else 0.0
+        """A short limit leaves half of itself to the training."""
         self._ask_at = 0.0
 
     def is_due(self, longest_save: float) -> bool:
         """Whether the stop has to begin now. ``longest_save``: seconds that a save of this run has taken."""
-        early = _SAVES * longest_save + (0.0 if self.is_ours and not longest_save else _MARGIN)
+        early = min(_SAVES * longest_save + _MARGIN, self._end - self._earliest)
         if self._job is not None and (time.time() >= self._end - early or time.monotonic() >= self._ask_at):
             self._ask_at = time.monotonic() + _ASK_EVERY
             self._end = job_end(self._job) or self._end
         return time.time() >= self._end - early
 
+    @property
+    def left(self) -> float:
+        """Seconds to the end."""
+        return max(0.0, self._end - time.time())
+
     def describe(self) -> str:
-        return f"{self.name} is {max(0.0, self._end - time.time()):.0f} s away"
+        return f"{self.name} is {self.left:.0f} s away"
 
 
 def job_end(job: str) -> float | None:
@@ -63,7 +71,12 @@ def requeue(job: str, restarts: int) -> str:
 def _scontrol(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["scontrol", *arguments], capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
+            ["scontrol", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_SCONTROL_SECONDS,
+            check=True,
+            env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
         )
     except (OSError, subprocess.SubprocessError):
         return None
