@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from phalanx.events import Ending, StopRecord
 
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _INCOMPLETE = "what was being saved may be incomplete"
 
 
@@ -18,8 +19,15 @@ def record(by: str, step: int | None, endings: Sequence[Ending]) -> StopRecord:
         step=step,
         saved={ending.rank: ending.progress[0] for ending in endings if ending.progress[0]},
         killed=tuple(ending.rank for ending in late if ending.signal == signal.SIGKILL),
-        failed=tuple(ending.rank for ending in late if ending.signal is None and ending.exit_code),
+        failed=tuple(ending.rank for ending in late if _has_failed(ending)),
     )
+
+
+def _has_failed(ending: Ending) -> bool:
+    """A script may end by the signal, or by its exit code, once it has saved."""
+    if ending.signal is not None:
+        return ending.signal not in (*_STOPS, signal.SIGKILL)
+    return bool(ending.exit_code) and ending.exit_code not in [128 + number for number in _STOPS]
 
 
 def lines(stop: StopRecord, seconds: float, endings: Sequence[Ending]) -> list[str]:
@@ -27,7 +35,7 @@ def lines(stop: StopRecord, seconds: float, endings: Sequence[Ending]) -> list[s
     found = []
     if stop.killed:
         found.append(
-            f"{_those(stop.killed)} had not ended {seconds:g} s after {stop.by} and {_verb(stop.killed)} killed; "
+            f"{_those(stop.killed)} had not ended {seconds:.0f} s after {stop.by} and {_verb(stop.killed)} killed; "
             + _INCOMPLETE
         )
     if stop.failed:
@@ -35,15 +43,8 @@ def lines(stop: StopRecord, seconds: float, endings: Sequence[Ending]) -> list[s
     if found or not endings or any(ending.signal for ending in endings):
         return found
     at = f" after {stop.step} steps" if stop.step is not None else ""
-    return [f"stopped by {stop.by}{at}; all ranks have ended by themselves{_saved(stop.saved, len(endings))}"]
-
-
-def _saved(saved: Mapping[int, int], ranks: int) -> str:
-    if not saved:
-        return ""
-    last = max(saved.values())
-    late = ranks - list(saved.values()).count(last)
-    return f"; the last checkpoint is of step {last}" + (f", which {late} of them had not seen whole" if late else "")
+    last = f"; the last checkpoint is of step {max(stop.saved.values())}" if stop.saved else ""
+    return [f"stopped by {stop.by}{at}; all ranks have ended by themselves{last}"]
 
 
 def _those(ranks: Sequence[int]) -> str:
