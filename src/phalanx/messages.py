@@ -39,6 +39,8 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 """The number of a rank, a local rank or a node."""
 Pid = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Signal = Annotated[int, Meta(ge=1, lt=65)]
+StopSignal = Annotated[int, Meta(ge=0, lt=32)]
+"""A signal that asks a run to stop; 0: its script asks."""
 ExitCode = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 32)]
 Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 """A duration, or a time since the epoch."""

@@ -63,7 +63,7 @@ def test_a_committed_step_that_a_rank_does_not_reach(pages: list[RankWords], tmp
         stop.turn()
         assert (stop.state, stop.stopped) == ("released", {0})
         assert stop.why_released == "a rank has not come to the agreed step within 0.05 s"
-        assert [page[words.RELEASED] for page in pages] == [0, 1]
+        assert [page[words.RELEASED] for page in pages] == [0, 1 << signal.SIGUSR1]
         assert [(page[words.EPOCH], page[words.STEP]) for page in pages] == [(2, 0)] * 2
 
 

@@ -11,7 +11,7 @@ from phalanx import messages
 from phalanx.errors import UsageError
 from phalanx.launch import command, dry_run
 from phalanx.launch import parse as launch_parse
-from phalanx.launch.agent.attempt_run import stop_steps
+from phalanx.launch.agent.rank_process import stop_steps
 from phalanx.launch.spec import device_count, network
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement, Program, WorkerSpec, placements, worker_environment
 from phalanx.system import cgroups

@@ -14,13 +14,15 @@ from typing import Literal
 
 from phalanx import messages
 from phalanx.errors import ForeignData
-from phalanx.messages import Count, Record, Text
+from phalanx.messages import Count, Record, StopSignal, Text
 from phalanx.preemption import words
 from phalanx.preemption.words import RankWords
 from phalanx.status import layout
 from phalanx.watchdog.exchange import Exchange
 
 _FIRST_MARGIN = 2
+_FOR_THE_DECISION = 5.0
+"""Seconds that the other nodes wait longer than the one that decides."""
 State = Literal["voting", "committed", "stopped", "released"]
 
 
@@ -32,12 +34,14 @@ class Clocks(Record, frozen=True, tag=True):
     stands_still: bool
     can_agree: bool
     """All its ranks train, and handle the signal or ask px.stop."""
+    epoch: Count
+    """The number of the last proposal in their pages."""
 
 
 class Request(Record, frozen=True, tag=True):
     """The ranks are to stop: the other nodes send their clocks."""
 
-    signal: Count
+    signal: StopSignal
     reason: Text
 
 
@@ -45,7 +49,7 @@ class Proposal(Record, frozen=True, tag=True):
     epoch: Count
     step: Count
     clock: Count
-    signal: Count
+    signal: StopSignal
     reason: Text
 
 
@@ -65,6 +69,7 @@ class Release(Record, frozen=True, tag=True):
     """There is no step to agree on. ``why``: empty if the ranks do not train, or do not handle the signal."""
 
     why: Text
+    epoch: Count
 
 
 Message = Clocks | Request | Proposal | Votes | Commit | Release
@@ -97,6 +102,7 @@ class NodeVotes:
             stop_points=max((page[words.CLOCKS[words.STOP_POINTS]] for page in living), default=0),
             stands_still=all(page[words.STANDS_STILL] for page in living),
             can_agree=has_pages and all(page.trains and page.stops_by(signal) for page in living),
+            epoch=self.last_epoch(),
         )
 
     def last_epoch(self) -> int:
@@ -110,6 +116,10 @@ class NodeVotes:
     def can_stop(self, signal: int) -> bool:
         """Whether any rank handles the signal, or asks px.stop."""
         return any(page.stops_by(signal) for page in self._living())
+
+    def step_seconds(self) -> float:
+        """Seconds that the slowest rank has needed for its last step."""
+        return max((page[words.INTERVAL] for page in self._living()), default=0) / 1e9
 
     def longest_save(self) -> float:
         """Seconds, as far as px.Checkpointer knows."""
@@ -139,11 +149,11 @@ class NodeVotes:
             if self._has_ended(rank) or (page is not None and page[words.DELIVERED] == epoch)
         }
 
-    def release(self, epoch: int, stopped: set[int]) -> None:
-        """Withdraws the last proposal; the ranks that have not stopped at it deliver the signal at once."""
+    def release(self, epoch: int, signals: Iterable[int], stopped: set[int] | frozenset[int] = frozenset()) -> None:
+        """Withdraws the last proposal; the ranks that have not stopped at it deliver these signals at once."""
         for rank, page in self._ranks.items():
             if page is not None:
-                page[words.RELEASED] = int(rank not in stopped)
+                page[words.RELEASED] = 0 if rank in stopped else sum(1 << number for number in signals)
                 page[words.STEP] = 0  # which every rank has passed
                 page[words.EPOCH] = epoch
 
@@ -159,13 +169,15 @@ class Agreement:
     def __init__(self, votes: NodeVotes, exchange: Exchange, signal: int, reason: str, limit: float) -> None:
         """``limit``: seconds to find a step, and again for the ranks to come to it."""
         self.votes, self._exchange, self._limit = votes, exchange, limit
-        self._signal, self._reason = signal, reason
+        self.signal, self.reason = signal, reason
         self.state: State = "voting"
         self.why_released = ""
         self.stopped: set[int] = set()
         """The ranks of this node that have stopped at the agreed step."""
-        self._until = time.monotonic() + limit
-        self._epoch, self._margin = votes.last_epoch(), _FIRST_MARGIN
+        # The deciding node gives up first: a rank of another one may have voted yes for a step that is committed.
+        self._until = time.monotonic() + limit + (0.0 if exchange.is_judge else _FOR_THE_DECISION)
+        self._epoch = self._first_epoch = votes.last_epoch()
+        self._margin = _FIRST_MARGIN
         self._is_proposed = False
         self._clocks: dict[int, Clocks] = {}
         self._others_votes: dict[int, bool] = {}
@@ -193,7 +205,7 @@ class Agreement:
         elif not self._exchange.is_judge:
             if self._is_proposed and not self._has_voted and (own := self.votes.votes(self._epoch)) is not None:
                 self._has_voted = True
-                self._publish(Votes(self._epoch, own, self.votes.clocks(self._signal)))
+                self._publish(Votes(self._epoch, own, self.votes.clocks(self.signal)))
         elif not self._is_proposed:
             if all(node in self._clocks for node in self._exchange.others):
                 self._propose()
@@ -209,20 +221,22 @@ class Agreement:
 
     def _propose(self) -> None:
         """The deciding node proposes a step."""
-        clocks = [self.votes.clocks(self._signal), *(self._clocks[node] for node in self._exchange.others)]
+        clocks = [self.votes.clocks(self.signal), *(self._clocks[node] for node in self._exchange.others)]
         if not all(each.can_agree for each in clocks):
             self._release("", tells=True)
             return
         is_still = all(each.stands_still for each in clocks)  # else a rank has more optimizers than the others
         latest = max(each.stop_points if is_still else each.collectives for each in clocks)
         clock = words.STOP_POINTS if is_still else words.COLLECTIVES
-        proposal = Proposal(self._epoch + 1, latest + self._margin, clock, self._signal, self._reason)
+        epoch = max(self._epoch, *(each.epoch for each in clocks)) + 1
+        proposal = Proposal(epoch, latest + self._margin, clock, self.signal, self.reason)
         self._others_votes.clear()
         self._publish(proposal)
         self._take(proposal)
 
     def _take(self, proposal: Proposal) -> None:
         self._epoch, self._is_proposed, self._has_voted = proposal.epoch, True, False
+        self.signal, self.reason = proposal.signal, proposal.reason
         self.votes.propose(proposal)
 
     def _commit(self) -> None:
@@ -232,8 +246,8 @@ class Agreement:
     def _release(self, why: str, *, tells: bool = False) -> None:
         """``why``: see `Release`; ``tells``: the other nodes, too."""
         if tells:
-            self._publish(Release(why))
-        self.votes.release(self._epoch + 1, self.stopped)
+            self._publish(Release(why, self._epoch))
+        self.votes.release(self._epoch + 1, [self.signal], self.stopped)
         self.state, self.why_released = "released", why
 
     def _publish(self, message: Message) -> None:
@@ -247,7 +261,7 @@ class Agreement:
         is_judge, from_judge = self._exchange.is_judge, node == self._exchange.judge
         match message:
             case Request() if from_judge:
-                self._publish(self.votes.clocks(self._signal))
+                self._publish(self.votes.clocks(self.signal))
             case Clocks() if is_judge:
                 self._clocks[node] = message
             case Votes() if is_judge and message.epoch == self._epoch:
@@ -256,8 +270,8 @@ class Agreement:
                 self._take(message)
             case Commit() if from_judge and self.state == "voting" and message.epoch == self._epoch:
                 self._commit()
-            case Release() if self.state == "voting":
-                self._release(message.why)
+            case Release() if self.state == "voting" and message.epoch >= self._first_epoch:
+                self._release(message.why, tells=is_judge)
             case _:
                 pass  # too late
 

@@ -42,11 +42,12 @@ class SignalHandlers:
         """Replaces `signal.signal` and `signal.getsignal`. A notice without a handler no longer ends the process."""
 
         @functools.wraps(_plain_signal)
-        def set_handler(number: int, handler: Any) -> Any:
+        def set_handler(signalnum: int, handler: Any) -> Any:
+            number = signalnum  # the name of Python's own parameter
             if os.getpid() != self._pid or number not in (*STOPS, *NOTICES):
                 return _plain_signal(number, handler)
             before = get_handler(number)
-            if callable(handler) and handler is not signal.default_int_handler:
+            if callable(handler) and handler is not _default(number):
                 _plain_signal(number, self._on_signal)
                 self._handlers[number] = handler
             else:
@@ -58,9 +59,9 @@ class SignalHandlers:
             return before
 
         @functools.wraps(_plain_getsignal)
-        def get_handler(number: int) -> Any:
-            handler = _plain_getsignal(number)
-            return self._handlers.get(number, _default(number)) if handler == self._on_signal else handler
+        def get_handler(signalnum: int) -> Any:
+            handler = _plain_getsignal(signalnum)
+            return self._handlers.get(signalnum, _default(signalnum)) if handler == self._on_signal else handler
 
         for number in NOTICES:
             if _plain_getsignal(number) == signal.SIG_DFL:

@@ -11,6 +11,7 @@ import signal
 import time
 from _thread import get_ident
 from collections.abc import Callable
+from time import monotonic_ns
 
 from phalanx.preemption import words
 from phalanx.preemption.handlers import NOTICES, SignalHandlers
@@ -19,8 +20,9 @@ from phalanx.status import layout
 _HOLD_LIMIT = 60.0
 """Seconds that a rank holds at a stop point for its agent."""
 _LOOK_EVERY = 0.0005
-_EPOCH, (_COLLECTIVES, _STOP_POINTS) = words.EPOCH, words.CLOCKS
+_EPOCH, _INTERVAL, (_COLLECTIVES, _STOP_POINTS) = words.EPOCH, words.INTERVAL, words.CLOCKS
 _current: StopPoints | None = None
+_own_reason: str | None = None
 
 
 class StopPoints:
@@ -42,21 +44,22 @@ class StopPoints:
         """The proposed value of the clock, if this rank has voted for it."""
         self._clock = words.STOP_POINTS
         self._asks = self._trains = False
+        self._at = monotonic_ns()
+        """When the last stop point was passed."""
         self.reason: str | None = None
         """Why this rank has to stop; None as long as it has not."""
         self.handlers = SignalHandlers(self._withhold, self._write_handled)
 
     def ask(self) -> None:
         """The script asks px.stop: a signal that it does not handle requests a stop instead of ending it."""
-        if not self._asks:
+        if not self._asks and get_ident() == self._thread:  # only the main thread can set handlers
             self._asks = True
             self.handlers.catch_stops()
             self._write_handled()
 
     def request(self, reason: str) -> None:
         """Requests a stop of all ranks."""
-        if not self._report(0, reason):
-            self.reason = self.reason or reason
+        self._report(0, reason)
 
     def will_step(self) -> None:
         """The script has made an optimizer: from now on a signal waits for a stop point."""
@@ -71,6 +74,8 @@ class StopPoints:
         page, before = self._words, self._passed
         self._passed = collectives, before[1] + 1
         page[_COLLECTIVES], page[_STOP_POINTS] = self._passed
+        now = monotonic_ns()
+        page[_INTERVAL], self._at = now - self._at, now
         if collectives != before[0]:
             self._stood_still = 0
         elif self._stood_still < 2:
@@ -116,9 +121,10 @@ class StopPoints:
 
     def _withhold(self, number: int) -> bool:
         """Whether the signal is delivered later: at the step that the ranks agree on, or when the agent sends it."""
-        is_at_once = bool(self._words[words.RELEASED]) or not (self._trains or self._passed[1])
-        if number in NOTICES:  # the ranks continue, and agree on the next one again
+        is_released = bool(self._words[words.RELEASED] >> number & 1)
+        if is_released and number in NOTICES:  # the ranks continue, and agree on the next one again
             self._words[words.RELEASED] = 0
+        is_at_once = is_released or not (self._trains or self._passed[1])
         if not is_at_once and self._report(number, ""):
             return True
         if self._asks:
@@ -131,7 +137,8 @@ class StopPoints:
 
     def _describe(self, number: int) -> str:
         at = words.REASON * layout.WORD
-        return words.decode_reason(self._memory[at : at + words.REASON_BYTES]) or signal.Signals(number).name
+        given = words.decode_reason(self._memory[at : at + words.REASON_BYTES])
+        return given or (signal.Signals(number).name if number else "a request")
 
 
 def begin(memory: mmap.mmap, report: Callable[[int, str], bool]) -> StopPoints:
@@ -142,9 +149,15 @@ def begin(memory: mmap.mmap, report: Callable[[int, str], bool]) -> StopPoints:
     return _current
 
 
-def is_requested() -> bool:
-    """Whether this rank has to stop; for a script that may not ask."""
-    return _current is not None and _current.reason is not None
+def request_alone(reason: str) -> None:
+    """Requests a stop of this process, which no agent has started."""
+    global _own_reason
+    _own_reason = _own_reason or reason
+
+
+def reason() -> str | None:
+    """Why this process has to stop; None as long as it has not."""
+    return _own_reason if _current is None else _current.reason
 
 
 def current() -> StopPoints | None:

@@ -17,14 +17,16 @@ from phalanx.status import layout
 
 EPOCH, STEP, CLOCK, SIGNAL, COMMITTED, RELEASED = (layout.STOP + word for word in range(6))
 """Written by the agent: the number of the proposal, last of all; the value of the clock that it proposes; which clock;
-the signal, or 0; the last proposal that is committed; whether the next signal is delivered at once."""
+the signal, or 0; the last proposal that is committed; the signals, as bits, that are delivered
+at once."""
 REASON, REASON_BYTES = layout.STOP + 6, 80
 """Written by the agent: why a script has asked to stop."""
 CLOCKS = (layout.STOP + 16, layout.STOP + 17)
 """Written by the rank at each stop point: the world's collectives, and its stop points."""
-STANDS_STILL, VOTE, HANDLES, DELIVERED = (layout.STOP + word for word in range(18, 22))
+STANDS_STILL, VOTE, HANDLES, DELIVERED, INTERVAL = (layout.STOP + word for word in range(18, 23))
 """Written by the rank: whether the world's collectives stood still over two stop points; twice the number of the
-proposal, plus one for yes; the signals that its script handles, as bits; the last proposal at which it has stopped."""
+proposal, plus one for yes; the signals that its script handles, as bits; the last proposal at which it has stopped;
+nanoseconds between the last two stop points."""
 COLLECTIVES, STOP_POINTS = range(2)
 ASKS, TRAINS = 0, 63
 """The bits of HANDLES for a script that asks px.stop, and that has an optimizer; the others are numbers of signals."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from struct import Struct
 
 MAGIC = b"phx-stat"
-VERSION = 5
+VERSION = 6
 WORD = 8
 PAGE_WORDS = 2560
 PAGE_BYTES = PAGE_WORDS * WORD
@@ -39,7 +39,7 @@ PAGE_BYTES = PAGE_WORDS * WORD
 LOOP, LOOP_RECORD = 8, Struct("@QQQQQQQdQ")
 """A number, the phase, the number of writes, epoch, step, samples, optimizer steps, start of the phase, the number."""
 CHECKPOINT_STEP = 17
-STOP, LONGEST_SAVE = 2064, 2086
+STOP, LONGEST_SAVE = 2064, 2088
 """The second is in milliseconds."""
 CONNECTING, CONNECTING_BYTES = 18, 48
 SECONDS = 24

@@ -21,7 +21,7 @@ from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.event_loop import EventLoop
 from phalanx.launch.agent.rank_process import open_rank
 from phalanx.launch.agent.run_record import RunRecord
-from phalanx.launch.agent.run_stop import NOTICES, RunStop
+from phalanx.launch.agent.run_stop import IN_A_HURRY, NOTICES, RunStop
 from phalanx.launch.agent.watchdogs import Watchdogs
 from phalanx.launch.multinode import RunOver, SingleNode, new_peers
 from phalanx.launch.output.agent_lines import AgentLines
@@ -58,7 +58,7 @@ class Agent:
         self._agent_lines = AgentLines(self._console, spec.node_name, spec.shares_console)
         self._say = self._agent_lines.say
         self._record = RunRecord(directory, self._say)
-        self._loop = EventLoop((*spec.signals, *(number.name for number in NOTICES)))
+        self._loop = EventLoop({*spec.signals, *(number.name for number in NOTICES)})
         self._stop = RunStop(spec, environ, directory, lambda lines: self._say(list(lines), "signal"))
         self._introduction: str | None = None
         self._exit_code: int | None = None
@@ -210,7 +210,7 @@ class Agent:
         while not done():
             for key, _ in self._loop.selector.select(_TICK):
                 key.data()
-            ends = [number for number in self._loop.signals if number not in NOTICES]
+            ends = self._stop.ending(self._loop.signals)
             self._continue_helpers(at_once=bool(ends))
             if ends:
                 self._stop.signal = ends[0]
@@ -238,7 +238,7 @@ class Agent:
             run.stop(signal.SIGTERM)
         if watchdogs.standing is not None:
             run.stop_waiting_for_cause()
-        if run.is_stopping and not self._stop.is_agreed:
+        if run.is_stopping:
             self._tell_stop()
 
     def _tell_stop(self) -> None:
@@ -271,7 +271,7 @@ class Agent:
                 self._stop.signal = number
                 self._zygote.kill()  # nothing of the user's has started yet
                 raise _Interrupted
-            if self._stop.signal is not None and self._attempt.all_exited:
+            if self._stop.signal is not None and self._attempt.all_exited and number in IN_A_HURRY:
                 raise _Interrupted  # only the console is waited for, and the user does not want to
             self._stop.on_signal(number)
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from phalanx import events, messages
-from phalanx.launch.agent.rank_process import RankProcess
+from phalanx.launch.agent.rank_process import RankProcess, stop_steps
 from phalanx.launch.output.logs import OutputPipe
 from phalanx.launch.process.helper_processes import HelperLost
 from phalanx.launch.process.zygote_client import ZygoteClient
@@ -31,20 +31,6 @@ _LEAST_TO_DIE, _MOST_TO_DIE = 3.0, 20.0
 """Seconds that ranks get to end after SIGKILL: twice the shutdown timeout, within these bounds."""
 _TO_REPORT_CALLS = 0.5
 """Seconds that the others get to report where they were, when one has noticed that they called different things."""
-
-
-def stop_steps(first: int | None, timeout: float) -> list[tuple[float, int]]:
-    """The signals that end ranks, with the moments (on the monotonic clock) when they are due.
-
-    SIGINT leaves the last second of the timeout to SIGTERM; whatever is left at its end is killed.
-    """
-    start = time.monotonic()
-    steps: list[tuple[float, int]] = [(start + timeout, signal.SIGKILL)]
-    if timeout > 0 and first is not None:
-        if first == signal.SIGINT:
-            steps.insert(0, (start + timeout - min(1.0, timeout / 2), signal.SIGTERM))
-        steps.insert(0, (start, first))
-    return steps
 
 
 class AttemptRun:
@@ -63,7 +49,9 @@ class AttemptRun:
     ) -> None:
         self.ranks: dict[int, RankProcess] = {}
         self.why_exec: str | None = None
-        self.is_stopping = False
+        self.is_stopping = self.is_ending = False
+        """The ranks are told to stop; they end by themselves, by a request of their own or one that all have heard."""
+        self.before_signals: Callable[[], None] = lambda: None
         self._stop_steps: list[tuple[float, int]] = []
         self._zygote, self._selector = zygote, selector
         self._waiting: deque[tuple[RankProcess, WorkerSpec, list[int]]] = deque()
@@ -153,16 +141,21 @@ class AttemptRun:
         deadlines = [at for at in (longest_at, next_signal, self._overdue_at, stop_at) if at is not None]
         return max(0.0, min(deadlines) - now) if deadlines else None
 
-    def stop(self, first: int | None, *, at_once: bool = False, timeout: float | None = None) -> None:
-        """Sends ``first`` to all ranks; those that are left after the timeout are killed. None: they end already."""
+    def stop(self, first: int, *, at_once: bool = False, timeout: float | None = None) -> None:
+        """Sends ``first`` to all ranks, unless they end already; those that are left after the timeout are killed."""
         timeout = self._timeout if timeout is None else timeout
         self.is_stopping = True
-        self._stop_steps = stop_steps(first, 0.0 if at_once else timeout)
-        self._note("stopping", signal=first and signal.Signals(first).name, at_once=at_once)
-        for rank in self.ranks.values() if first is None else ():
-            rank.asked_at = rank.asked_at or time.time()
+        self._stop_steps = stop_steps(None if self.is_ending else first, 0.0 if at_once else timeout)
+        self._note("stopping", signal=signal.Signals(first).name, at_once=at_once)
+        self.before_signals()
         self._cancel_starts()
         self._send_due_signals(time.monotonic())
+
+    def let_end(self, timeout: float) -> None:
+        """The ranks end by themselves; those that are left after the timeout are killed, and soon if one has failed."""
+        self.is_ending, self._stop_steps = True, stop_steps(None, timeout)
+        for rank in self.ranks.values():
+            rank.asked_at = rank.asked_at or time.time()
 
     def pass_on(self, number: int, ranks: Iterable[int]) -> None:
         """Sends a signal to those of the ranks that handle it: it would end the others."""
@@ -261,9 +254,11 @@ class AttemptRun:
 
     def _consider(self, rank: RankProcess) -> None:
         """Decides whether the others must stop, now that this rank has reported an error or ended."""
-        if self.is_stopping:
+        if self.is_stopping or (self.is_ending and not rank.has_crashed):
             return
-        if rank.is_victim:
+        if self.is_ending:
+            self.stop(signal.SIGTERM)
+        elif rank.is_victim:
             if self._stop_at is None:
                 self._stop_at = time.monotonic() + self._timeout
         elif rank.has_disagreed_on_gloo():

@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from phalanx.launch.output.logs import OutputPipe
 
@@ -18,7 +18,7 @@ class EventLoop:
     From `take_signals` to `restore_signals`, signals do nothing but end the loop's sleep and wait in ``signals``.
     """
 
-    def __init__(self, signal_names: Sequence[str]) -> None:
+    def __init__(self, signal_names: Iterable[str]) -> None:
         self.selector = selectors.DefaultSelector()
         self.signals: list[int] = []
         self._signal_names = signal_names

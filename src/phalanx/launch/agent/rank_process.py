@@ -17,7 +17,7 @@ from phalanx.launch.output.line_splitter import Tail
 from phalanx.launch.output.logs import FilteredLog, LogFile, OutputPipe, OutputRoute, rank_prefix
 from phalanx.launch.process.zygote_messages import Exited
 from phalanx.launch.spec.launch_spec import LaunchSpec, Placement
-from phalanx.messages import Count, Record, Text
+from phalanx.messages import Record, StopSignal, Text
 
 _TAIL_LINES = 5
 _LONGEST_NOTICE = 400
@@ -31,8 +31,7 @@ _STREAMS = {1: "stdout.log", 2: "stderr.log"}
 class StopRequest(Record, frozen=True):
     """A rank has got a signal, or asks all ranks to stop."""
 
-    signal: Count
-    """0: the script itself asks."""
+    signal: StopSignal
     reason: Text
 
 
@@ -45,6 +44,20 @@ class RankReport(Record, frozen=True):
     thread: events.ThreadDeath | None = None
     notice: Text | None = None
     stop: StopRequest | None = None
+
+
+def stop_steps(first: int | None, timeout: float) -> list[tuple[float, int]]:
+    """The signals that end ranks, with the moments (on the monotonic clock) when they are due.
+
+    SIGINT leaves the last second of the timeout to SIGTERM; whatever is left at its end is killed.
+    """
+    start = time.monotonic()
+    steps: list[tuple[float, int]] = [(start + timeout, signal.SIGKILL)]
+    if timeout > 0 and first is not None:
+        if first == signal.SIGINT:
+            steps.insert(0, (start + timeout - min(1.0, timeout / 2), signal.SIGTERM))
+        steps.insert(0, (start, first))
+    return steps
 
 
 class RankProcess:
@@ -67,7 +80,7 @@ class RankProcess:
         self.thread_death: events.ThreadDeath | None = None
         self.notices: list[str] = []
         """Notices for the console, each text once."""
-        self.stop_requests: list[StopRequest] = []
+        self._stop_requests: list[StopRequest] = []
         self.malformed: str | None = None
         """Why the first malformed line of its report was refused."""
         self.exited: Exited | None = None
@@ -109,11 +122,15 @@ class RankProcess:
             return
         self.error, self.thread_death = self.error or report.error, report.thread or self.thread_death
         self._leaving = report.leaving or self._leaving
-        if report.stop is not None and len(self.stop_requests) < _MOST_REQUESTS:
-            self.stop_requests.append(report.stop)
+        if report.stop is not None and len(self._stop_requests) < _MOST_REQUESTS:
+            self._stop_requests.append(report.stop)
         notice = "".join(filter(str.isprintable, report.notice or ""))[:_LONGEST_NOTICE]
         if notice and notice not in self.notices:
             self.notices.append(notice)
+
+    def take_stop_requests(self) -> list[StopRequest]:
+        taken, self._stop_requests = self._stop_requests, []
+        return taken
 
     @property
     def _crash_dump(self) -> bytes:
@@ -124,6 +141,12 @@ class RankProcess:
     def has_failed(self) -> bool:
         exited = self.exited
         return self.error is not None or (exited is not None and bool(exited.signal or exited.exit_code))
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether an exception or a signal has ended it that asks no run to stop."""
+        number = self.exited.signal if self.exited is not None else None
+        return self.error is not None or number not in (None, signal.SIGTERM, signal.SIGINT)
 
     @property
     def is_victim(self) -> bool:

@@ -28,7 +28,9 @@ IN_A_HURRY = (signal.SIGINT, signal.SIGQUIT)
 """A person sends these a second time, who does not want to wait. A scheduler may send SIGTERM more than once."""
 SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "INVOCATION_ID")
 """Each is set by a scheduler, or by systemd, that kills what does not end in time."""
-_LONGEST_AGREEMENT = 30.0
+_SHORTEST_AGREEMENT, _LONGEST_AGREEMENT, _STEPS = 10.0, 60.0, 3
+"""Seconds to find a step, for ranks whose steps are short; for others, as many steps take, but not more than that.
+Kubernetes and SLURM kill after 30 seconds, if nobody has set another time."""
 _LOOK_EVERY = 1.0
 """Seconds between two looks at a known end of the run."""
 _SAME_CAUSE = 1.0
@@ -48,6 +50,7 @@ class RunStop:
         self, spec: LaunchSpec, environ: Mapping[str, str], directory: Path, say: Callable[[Sequence[str]], None]
     ) -> None:
         self._directory, self._say = directory, say
+        self._attempt: AttemptRun
         self._limit = seconds_to_end(spec, environ)
         self._deadline: Deadline | None = None
         if spec.time_limit is not None or environ.get("SLURM_JOB_ID"):
@@ -68,8 +71,7 @@ class RunStop:
         """Why a rank has asked to stop."""
         self.step: int | None = None
         """The optimizer steps after which all ranks have stopped."""
-        self.is_agreed = False
-        """All nodes know, and their ranks stop at the same step."""
+        self._exchange: Exchange | None = None
         self._agreement: Agreement | None = None
         self._number = 0
         self._waiting: dict[int, str] = {}
@@ -78,7 +80,11 @@ class RunStop:
 
     def begin(self, attempt: AttemptRun, exchange: Exchange | None) -> None:
         """Begins a new attempt. ``exchange``: with the other nodes, if there are any."""
-        self._attempt, self._exchange, self.is_agreed = attempt, exchange, False
+        self._end_agreement()
+        self._attempt, self._exchange = attempt, exchange
+        self.reason = self.step = None
+        self._waiting, self._delivered = {}, {}
+        attempt.before_signals = self._release
         if exchange is not None:
             exchange.receivers["stop"] = self._receive
 
@@ -86,27 +92,33 @@ class RunStop:
         """A signal of this process."""
         if number in NOTICES:
             self._request(number, "")
-            return
-        is_again = self.signal is not None
-        self._take(number)
-        if is_again and number in IN_A_HURRY:
+        elif not self._is_told:
+            self._begin(number, "")
+        elif number in IN_A_HURRY:
             self._end_agreement()
             self._is_hurried = True
             self._attempt.stop(number, at_once=True)
-        elif not is_again:
-            self._request(number, "")
+
+    def ending(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the signals that end a run while it has no ranks: neither notices, nor a scheduler's repetitions."""
+        return [each for each in numbers if each in IN_A_HURRY or (each not in NOTICES and self.signal is None)]
+
+    @property
+    def _is_told(self) -> bool:
+        """A signal has asked the run to end that is no notice."""
+        return self.signal is not None and self.signal not in NOTICES
 
     def turn(self) -> None:
         """To be called in every turn of the loop."""
-        for rank in self._attempt.ranks.values():
-            while rank.stop_requests:
-                request = rank.stop_requests.pop(0)
-                if request.signal not in (0, *NOTICES):
-                    self._take(request.signal)
-                elif request.signal == 0 and self.reason is None:
-                    self.reason = request.reason
-                    self._say([f"rank {rank.rank} asks to stop: {request.reason}"])
-                self._request(request.signal, request.reason)
+        requests = [(rank, each) for rank in self._attempt.ranks.values() for each in rank.take_stop_requests()]
+        if self._attempt.is_stopping or self._attempt.all_exited:
+            self._end_agreement()  # ranks report the signals of their agent, too
+            return
+        for rank, request in requests:
+            if request.signal == 0 and self.reason is None:
+                self.reason = request.reason
+                self._say([f"rank {rank.rank} asks to stop: {request.reason}"])
+            self._begin(request.signal, request.reason)
         if self._deadline is not None and self.signal is None and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + _LOOK_EVERY
             self._stop_in_time(self._deadline)
@@ -132,16 +144,16 @@ class RunStop:
         can_stop, longest_save = votes.can_stop(signal.SIGTERM), votes.longest_save()
         votes.close()
         if (deadline.is_ours or can_stop) and deadline.is_due(longest_save):
-            self._take(signal.SIGTERM, deadline.name, deadline.describe())
-            self._request(signal.SIGTERM, deadline.name)
+            self._begin(signal.SIGTERM, deadline.name, deadline.describe())
 
     def outcome(self, endings: Sequence[Ending]) -> tuple[StopRecord, list[str]]:
         """How the stop has ended, for report.json and for the console."""
         from phalanx.preemption import outcome
 
-        by = self._by or (f"a request ({self.reason})" if self.signal is None else signal.Signals(self.signal).name)
+        by = self._by or (f"a request ({self.reason})" if self.signal is None else _name(self.signal))
         record = outcome.record(by, self.step, endings)
-        return record, [] if self._is_hurried else outcome.lines(record, self._limit, endings)
+        lines = outcome.lines(record, time.time() - self.signalled_at, endings)
+        return record, [] if self._is_hurried else lines
 
     def requeue(self) -> None:
         """Puts the SLURM job back into its queue, where --requeue asks for it. SLURM then ends what is left of it."""
@@ -155,21 +167,32 @@ class RunStop:
         """Seconds that the loop may sleep."""
         return 0.5 if self._agreement is None else 0.002
 
-    def _take(self, number: int, by: str = "", text: str = "") -> None:
-        """``by``: what stops the run, if that is no signal; ``text``: the same for the console of the first node."""
-        if self.signal is None:
-            self.signal, self.signalled_at = number, time.time()
+    def _begin(self, number: int, reason: str, text: str = "") -> None:
+        """Begins the stop that a signal of any process asks for. ``text``: for the console of the first node."""
+        if number and number not in NOTICES and not self._is_told:
+            if self._deadline is not None and reason == self._deadline.name:
+                self._limit = max(self._limit, self._deadline.left)  # that is what the stop began early for
+            self._set_signal(number, reason)
             again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
             limit = (
-                "in the time that the scheduler gives them" if self._limit == math.inf else f"{self._limit:g} s at most"
+                "in the time that the scheduler gives them"
+                if self._limit == math.inf
+                else f"{self._limit:.0f} s at most"
             )
-            self._by = by or signal.Signals(number).name
-            if text or not by:
+            if text or not reason:
                 self._say([f"{text or self._by}: stopping the ranks, {limit} ({again}: at once)"])
+            if self.step is not None:  # they stop already
+                self._attempt.let_end(self._limit)
+        self._request(number, reason)
+
+    def _set_signal(self, number: int, by: str = "") -> None:
+        """The run ends by this signal."""
+        self.signal, self._by, self.signalled_at = number, by or _name(number), time.time()
 
     def _request(self, number: int, reason: str) -> None:
+        """Lets the ranks agree on a step at which they get the signal."""
         is_same = time.monotonic() < self._delivered.get(number, -math.inf) + _SAME_CAUSE
-        if self._attempt.is_stopping or is_same:
+        if self._attempt.is_stopping or is_same or self.step is not None:
             return
         if self._agreement is not None:
             if number != self._number:
@@ -178,20 +201,23 @@ class RunStop:
         from phalanx.preemption.agreement import Agreement
         from phalanx.watchdog.exchange import Exchange
 
-        limit = min(self._limit / 2, _LONGEST_AGREEMENT)
+        votes = self._votes()
+        limit = min(max(_SHORTEST_AGREEMENT, _STEPS * votes.step_seconds()), _LONGEST_AGREEMENT, self._limit / 2)
         self._number = number
-        self._agreement = Agreement(self._votes(), self._exchange or Exchange(), number, reason, limit)
+        self._agreement = Agreement(votes, self._exchange or Exchange(), number, reason, limit)
         self.turn()
-
-    @property
-    def _name(self) -> str:
-        return signal.Signals(self._number).name
 
     def _votes(self) -> NodeVotes:
         from phalanx.preemption.agreement import NodeVotes
 
         ranks = self._attempt.ranks
         return NodeVotes(self._directory, ranks, lambda rank: ranks[rank].exited is not None)
+
+    def _release(self) -> None:
+        """The agent itself signals the ranks, as after a failure: that is no request, and they get it at once."""
+        votes = self._votes()
+        votes.release(votes.last_epoch() + 1, (signal.SIGTERM, signal.SIGINT))
+        votes.close()
 
     def _receive(self, node: int, body: bytes) -> None:
         """The first message of another node about a stop."""
@@ -200,40 +226,48 @@ class RunStop:
         request = requested(node, body)
         if request is None:
             return
-        if request.signal not in (0, *NOTICES):
-            self._take(request.signal, request.reason)
-        self._request(request.signal, request.reason)
+        self._begin(request.signal, request.reason)
         if self._agreement is not None:
             self._agreement.receive(node, body)
 
     def _have_stopped(self) -> None:
         """The ranks have stopped at the agreed step: what they do now is up to the script."""
         assert self._agreement is not None
-        step = self._agreement.votes.clocks(self._number).stop_points
-        is_scripts = self._number in NOTICES and self._agreement.votes.are_handled(self._number)
+        number, reason, votes = self._agreement.signal, self._agreement.reason, self._agreement.votes
+        if number != self._number:  # another node was first, with another signal
+            self._waiting[self._number] = ""
+        step, is_scripts = votes.clocks(number).stop_points, number in NOTICES and votes.are_handled(number)
         self._end_agreement()
         if is_scripts:  # what it means, and how the run ends, is the script's own affair
             return
-        self.is_agreed, self.step = True, step
-        if self._number:
-            self.signal, self._by = self.signal or self._number, self._by or self._name
-            self._attempt.stop(None, timeout=math.inf if self._number in NOTICES else self._limit)
+        self.step = step
+        if number == 0:
+            self.reason = self.reason or reason
+            return
+        if self.signal is None:
+            self._set_signal(number)
+        self._attempt.let_end(self._limit if self._is_told else math.inf)
 
     def _signal_at_once(self) -> None:
         assert self._agreement is not None
-        why, can_stop = self._agreement.why_released, self._agreement.votes.can_stop(self._number)
-        left = self._agreement.votes.ranks - self._agreement.stopped
+        number, votes = self._agreement.signal, self._agreement.votes
+        why, can_stop, are_handled = self._agreement.why_released, votes.can_stop(number), votes.are_handled(number)
+        left = votes.ranks - self._agreement.stopped
         self._end_agreement()
         if why:
-            self._say([f"{why}; {'the signal is delivered at once' if self._number else 'they continue'}"])
-        if self._number in NOTICES:
-            self._attempt.pass_on(self._number, left)
+            self._say([f"{why}; {'the signal is delivered at once' if number else 'they continue'}"])
+        if number in NOTICES:
+            self._attempt.pass_on(number, left)
             if not can_stop:
-                self._say([f"{self._name}: the script neither handles it nor asks px.stop, so the ranks continue"])
-        elif self._number:
-            self._attempt.stop(self._number, timeout=self._limit)
-        elif not why:
-            self._say(["not all ranks train and ask px.stop, so they continue"])
+                self._say([f"{_name(number)}: the script neither handles it nor asks px.stop, so the ranks continue"])
+            elif not are_handled and self.signal is None:
+                self._set_signal(number)
+        elif number:
+            self._attempt.stop(number, timeout=self._limit)
+        else:
+            self.reason = None
+            if not why:
+                self._say(["not all ranks train and ask px.stop, so they continue"])
 
     def _end_agreement(self) -> None:
         if self._agreement is not None:
@@ -242,3 +276,7 @@ class RunStop:
             self._delivered[self._number] = time.monotonic()
             if self._exchange is not None:
                 self._exchange.receivers["stop"] = self._receive
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name

@@ -97,7 +97,7 @@ class Watchdogs:
             return
         pace, paces, stall = self._progress
         self._guarded("pace", lambda: pace.look(ranks))
-        if not attempt.is_stopping and not any(rank.error for rank in ranks.values()):
+        if not (attempt.is_stopping or attempt.is_ending) and not any(rank.error for rank in ranks.values()):
             self._guarded("progress", lambda: stall.look(ranks))
         while paces.announced:
             slow = paces.announced.popleft()
