@@ -16,14 +16,14 @@ import pytest
 from phalanx import messages, secret
 from phalanx.entry_point import python_command
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch import dry_run
+from phalanx.launch import command, dry_run
 from phalanx.launch import parse as launch_parse
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.agent_lines import AgentLines
 from phalanx.launch.remote import compatibility, transports
 from phalanx.launch.remote.host_connection import HostConnection
-from phalanx.launch.spec import hosts, srun_step
-from phalanx.launch.spec.launch_spec import Host, HostList, LaunchSpec, Placement, worker_environment
+from phalanx.launch.spec import hosts
+from phalanx.launch.spec.launch_spec import Host, HostList, LaunchSpec, Placement, Program, worker_environment
 
 
 def parse(*argv: str, **environ: str) -> LaunchSpec:
@@ -221,11 +221,11 @@ def test_one_task_on_each_node_starts_its_ranks() -> None:
 
 def test_the_threads_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its share of the CPUs that the step has here, whether SLURM has bound it to them or not."""
-    place = Placement(0, 0, 0, 4, 4, 1)
+    spec = LaunchSpec(Program("script", "train.py"), task=Placement(0, 0, 0, 4, 4, 1))
     for usable, given, threads in ((16, "16", "4"), (4, "16", "4"), (64, "8", "2"), (16, "2", "1"), (16, "", "4")):
-        monkeypatch.setattr(srun_step.cgroups, "usable_cores", lambda usable=usable: usable)
-        assert srun_step.thread_setting(place, {"SLURM_CPUS_ON_NODE": given}) == {"OMP_NUM_THREADS": threads}
-    assert srun_step.thread_setting(place, {"OMP_NUM_THREADS": "7"}) == {}
+        monkeypatch.setattr(command.cgroups, "usable_cores", lambda usable=usable: usable)
+        assert command._threads(spec, {"SLURM_CPUS_ON_NODE": given}) == {"OMP_NUM_THREADS": threads}
+    assert command._threads(spec, {"OMP_NUM_THREADS": "7"}) == {}
 
 
 # ---- what travels, and how

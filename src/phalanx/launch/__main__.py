@@ -10,7 +10,7 @@ def _launch() -> int:
     require_linux("phalanx.launch")
     from phalanx.launch import command
 
-    return command.launch(sys.argv[1:])
+    return command.run(sys.argv[1:], is_launch=True)
 
 
 if __name__ == "__main__":

@@ -14,46 +14,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx import messages, run_files, secret
+from phalanx import env, messages, run_files, secret
 from phalanx.errors import PortBusy, UsageError
 from phalanx.launch import parse
 from phalanx.launch.process.zygote_client import ZygoteClient
 from phalanx.launch.spec import preflight
 from phalanx.launch.spec.device_count import evidence_settings, thread_setting, visible_accelerators
 from phalanx.launch.spec.launch_spec import LaunchSpec
-from phalanx.system import ports
+from phalanx.system import cgroups, ports
 
 if TYPE_CHECKING:
     from phalanx.launch.spec.network import Route
 
 
-def run(arguments: list[str]) -> int:
-    """``phalanx run``, with the flags of torchrun."""
-    _leave_pid_one()
-    return _run(*parse.parse(arguments, os.environ), arguments)
+def run(arguments: list[str], *, is_launch: bool = False) -> int:
+    """``phalanx run``, with the flags of torchrun.
 
-
-def launch(arguments: list[str]) -> int:
-    """``python -m phalanx.launch``, with the flags of ``python -m torch.distributed.launch``."""
-    _leave_pid_one()
-    return _run(*parse.parse_launch(arguments, os.environ), arguments, is_launch=True)
-
-
-def _leave_pid_one() -> None:
+    ``is_launch``: ``python -m phalanx.launch``, with the flags of ``python -m torch.distributed.launch``.
+    """
     if os.getpid() == 1:
         from phalanx.launch.process import container_init  # only in a container
 
         container_init.continue_in_child()
-
-
-def remote() -> NoReturn:
-    """The agent of one host, in a run that a command on another machine has started."""
-    from phalanx.launch.remote import remote_agent
-
-    remote_agent.main(parse.parse, parse.parse_launch, run_node)
-
-
-def _run(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: bool = False) -> int:
+    spec, dry_run = parse.parse(arguments, os.environ, is_launch=is_launch)
     if dry_run:
         from phalanx.launch.dry_run import show
 
@@ -64,6 +47,13 @@ def _run(spec: LaunchSpec, dry_run: bool, arguments: list[str], *, is_launch: bo
 
         return conduct(spec, arguments, os.environ, is_launch=is_launch)
     return run_node(spec, os.environ)
+
+
+def remote() -> NoReturn:
+    """The agent of one host, in a run that a command on another machine has started."""
+    from phalanx.launch.remote import remote_agent
+
+    remote_agent.main(parse.parse, run_node)
 
 
 def run_node(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
@@ -102,11 +92,11 @@ def run_node(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
 
 
 def _threads(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    if spec.task_place is None or spec.cpus is not None:
+    if (task := spec.task_place) is None or spec.cpus is not None:
         return thread_setting(spec.nproc_per_node, environ, spec.cpus)
-    from phalanx.launch.spec import srun_step
-
-    return srun_step.thread_setting(spec.task_place, environ)
+    # Its share of the step's CPUs on this node, even if it is not bound to it.
+    shared = env.integer(environ, "SLURM_CPUS_ON_NODE") or cgroups.usable_cores()
+    return thread_setting(task.local_world_size, environ, shared=shared)
 
 
 def _bind(spec: LaunchSpec, environ: Mapping[str, str]) -> LaunchSpec:

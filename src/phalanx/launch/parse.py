@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import env, messages
+from phalanx.argparser import duration
 from phalanx.errors import UsageError
 from phalanx.launch import flags
 from phalanx.launch.spec import device_count, launch_spec
@@ -17,29 +18,21 @@ from phalanx.launch.spec.launch_spec import LAST_CALL, MOST_PROCESSES, HostList,
 from phalanx.system.ports import LOOPBACK, check_port
 
 _DEFAULT_PORT = {"static": 29500, "c10d": 29400}  # torchrun's
+_START_METHODS = {"spawn": "exec", "forkserver": "fork"}  # torchrun's own values
 _CONF = ("join_timeout", "timeout", "last_call_timeout", "is_host")
 
 
 def parse(
-    argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
+    argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] = {}, *, is_launch: bool = False
 ) -> tuple[LaunchSpec, bool]:
-    """The spec, and whether this is a --dry-run. ``overrides``: of flags, by the names that argparse gives them."""
-    return _parse(flags.new_parser(flags.TABLE, environ, "phalanx run"), argv, environ, overrides)
+    """The spec, and whether this is a --dry-run. ``overrides``: of flags, by the names that argparse gives them.
 
-
-def parse_launch(
-    argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
-) -> tuple[LaunchSpec, bool]:
-    """The same for ``python -m phalanx.launch``, which also has the flags of torch.distributed.launch."""
-    tables = {**flags.TABLE, **flags.LAUNCH_TABLE}
-    return _parse(flags.new_parser(tables, environ, "python -m phalanx.launch"), argv, environ, overrides)
-
-
-def _parse(
-    parser: flags.Parser, argv: Sequence[str], environ: Mapping[str, str], overrides: Mapping[str, object] | None
-) -> tuple[LaunchSpec, bool]:
+    ``is_launch``: for ``python -m phalanx.launch``, which also has the flags of torch.distributed.launch.
+    """
+    tables = {**flags.TABLE, **flags.LAUNCH_TABLE} if is_launch else flags.TABLE
+    parser = flags.new_parser(tables, environ, "python -m phalanx.launch" if is_launch else "phalanx run")
     arguments = parser.parse_args(argv)
-    vars(arguments).update(overrides or {})
+    vars(arguments).update(overrides)
     return _to_spec(arguments, environ), bool(arguments.dry_run)
 
 
@@ -53,13 +46,21 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
     seen = device_count.visible_accelerators(environ)
     visible = gpus if gpus is not None else seen.names
     asked = arguments.nproc_per_node if arguments.nproc_per_node is not None else str(len(gpus)) if gpus else "1"
-    virtual = bool(arguments.virtual_local_rank)
+    virtual, start_method = bool(arguments.virtual_local_rank), str(arguments.start_method)
     nproc = device_count.process_count(asked, visible)
     if task is not None and nproc > 1 and task.world_size > task.nnodes:
         raise UsageError(
             f"srun has started several tasks on a node, and each is asked for {nproc} processes; leave out "
             "--nproc-per-node, so that each task is a rank, or start one task on each node (--ntasks-per-node=1)."
         )
+    limit = duration(arguments.time_limit)
+    if arguments.time_limit and not limit:
+        example = "90s, 45min, 3h50m or 1-12:00:00"
+        raise UsageError(f"--time-limit is {arguments.time_limit!r}; give a time like {example}.")
+    if arguments.requeue and not environ.get("SLURM_JOB_ID"):
+        raise UsageError("--requeue is for SLURM jobs, and SLURM_JOB_ID is not set here; leave it out.")
+    if not arguments.log_dir:
+        raise UsageError("--log-dir is empty; give a directory, such as runs.")
     nodes = _nodes(arguments.nnodes)
     known = nproc if nodes == (1, 1) else MOST_PROCESSES  # another node may have more processes than this one
     return LaunchSpec(
@@ -73,13 +74,13 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         run_id=arguments.rdzv_id,
         role=arguments.role,
         max_restarts=arguments.max_restarts,
-        start_method=_start_method(arguments.start_method),
+        start_method=_START_METHODS.get(start_method, start_method),
         preload=tuple(name for name in arguments.preload.split(",") if name),
         backend=arguments.backend or env.backend_choice(environ) or "auto",
         shutdown_timeout=arguments.shutdown_timeout,
-        time_limit=launch_spec.parse_time_limit(arguments.time_limit),
+        time_limit=limit or None,
         stopped_exit_code=arguments.stopped_exit_code,
-        requeue=launch_spec.check_requeue(arguments.requeue, environ),
+        requeue=bool(arguments.requeue),
         max_preemptions=arguments.max_preemptions,
         stall_after=arguments.stall_after,
         on_stall=arguments.on_stall,
@@ -88,7 +89,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         virtual_local_rank=virtual,
         numa_binding=arguments.numa_binding,
         signals=_signals(arguments.signals_to_handle),
-        log_dir=_directory(arguments.log_dir),
+        log_dir=arguments.log_dir,
         redirects=_streams("--redirects", arguments.redirects, nproc, known),
         tee=_streams("--tee", arguments.tee, nproc, known),
         local_ranks_filter=_filter(arguments.local_ranks_filter, known),
@@ -236,11 +237,6 @@ def _conf(text: str) -> dict[str, float]:
     return settings
 
 
-def _start_method(text: str) -> str:
-    """Translates torchrun's own values."""
-    return {"spawn": "exec", "forkserver": "fork"}.get(text, text)
-
-
 def _signals(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
@@ -249,12 +245,6 @@ def _signals(text: str) -> tuple[str, ...]:
         if name in ("SIGKILL", "SIGSTOP"):
             raise UsageError(f"--signals-to-handle has {name}, which no process can handle; leave it out.")
     return names
-
-
-def _directory(text: str) -> str:
-    if not text:
-        raise UsageError("--log-dir is empty; give a directory, such as runs.")
-    return text
 
 
 def _check_local_ranks(flag: str, text: str, named: Iterable[int], known: int) -> None:

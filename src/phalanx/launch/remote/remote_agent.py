@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -25,22 +25,19 @@ from phalanx.launch.spec.launch_spec import LaunchSpec
 
 T = TypeVar("T")
 Overrides = dict[str, str | int | None]
-Parse = Callable[[Sequence[str], Mapping[str, str], Overrides], tuple[LaunchSpec, bool]]
+Parse = Callable[..., tuple[LaunchSpec, bool]]
 Run = Callable[[LaunchSpec, Mapping[str, str]], int]
 
 
-def main(parse: Parse, parse_launch: Parse, run: Run) -> NoReturn:
-    """Runs the agent of this host and exits with its code.
-
-    ``parse``, ``parse_launch``: the command lines of `phalanx run` and `python -m phalanx.launch`; ``run``: the agent.
-    """
+def main(parse: Parse, run: Run) -> NoReturn:
+    """Runs the agent of this host and exits with its code. ``parse`` reads its command line, ``run`` is the agent."""
     lifeline = Lifeline()
     order = lifeline.next_message(wire_protocol.Order)
     if order is None:
         sys.exit(1)
     secret.keep(order.secret)
     try:
-        spec = _prepare(order, parse_launch if order.is_launch else parse)
+        spec = _prepare(order, parse)
         _send(_hello(order, spec), order.name)
     except PhalanxError as error:
         _send(wire_protocol.Refused(str(error)), order.name)
@@ -83,7 +80,7 @@ def _prepare(order: wire_protocol.Order, parse: Parse) -> LaunchSpec:
     if order.slots is not None:
         overrides["nproc_per_node"] = str(order.slots)
     sys.argv[:] = [*(["python", "-m", "phalanx.launch"] if order.is_launch else ["phalanx", "run"]), *order.argv]
-    spec, _ = parse(order.argv, os.environ, overrides)
+    spec, _ = parse(order.argv, os.environ, overrides, is_launch=order.is_launch)
     spec = messages.replace(spec, node_name=order.name)
     preflight.check(spec)
     return spec

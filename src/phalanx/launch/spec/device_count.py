@@ -20,16 +20,20 @@ _NOT_COUNTED = ("kfd", "dxg", "nvgpu", "nvhost-gpu")
 
 
 def thread_setting(
-    processes: int, environ: Mapping[str, str], bindings: Sequence[Sequence[int]] | None = None
+    processes: int,
+    environ: Mapping[str, str],
+    bindings: Sequence[Sequence[int]] | None = None,
+    shared: int | None = None,
 ) -> dict[str, str]:
     """Returns OMP_NUM_THREADS: cores divided by local ranks, unless it is set already or there is only one rank.
 
-    ``bindings``: the CPUs of each rank; none gets more threads than CPUs.
+    ``bindings``: the CPUs of each rank; none gets more threads than CPUs. ``shared``: cores of all of them together.
     """
-    if "OMP_NUM_THREADS" in environ or (processes == 1 and bindings is None):
+    if "OMP_NUM_THREADS" in environ or (processes == 1 and bindings is None and shared is None):
         return {}
-    bound = min((len(cpus) for cpus in bindings or ()), default=cgroups.usable_cores())
-    return {"OMP_NUM_THREADS": str(max(1, min(cgroups.usable_cores() // processes, bound)))}
+    usable = cgroups.usable_cores()
+    bound = min((len(cpus) for cpus in bindings or ()), default=usable)
+    return {"OMP_NUM_THREADS": str(max(1, min((shared or usable) // processes, bound)))}
 
 
 class Accelerators(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from phalanx.argparser import duration
 from phalanx.errors import UsageError
 from phalanx.messages import Count, Rank, Record
 from phalanx.system.ports import LOOPBACK
@@ -66,23 +65,6 @@ class HostList(Record, frozen=True):
     ssh: tuple[str, ...] = ("ssh",)
     export: tuple[str, ...] = ()
     """Variables that are forwarded, beside those of transports.py."""
-
-
-def parse_time_limit(text: str) -> float | None:
-    """The seconds of --time-limit."""
-    if not text:
-        return None
-    seconds = duration(text)
-    if not seconds:
-        raise UsageError(f"--time-limit is {text!r}; give a time like 90s, 45min, 3h50m or 1-12:00:00.")
-    return seconds
-
-
-def check_requeue(asked: object, environ: Mapping[str, str]) -> bool:
-    """--requeue, which only SLURM can do."""
-    if asked and not environ.get("SLURM_JOB_ID"):
-        raise UsageError("--requeue is for SLURM jobs, and SLURM_JOB_ID is not set here; leave it out.")
-    return bool(asked)
 
 
 class Placement(Record, frozen=True):

@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from phalanx import env
 from phalanx.cluster import slurm
 from phalanx.errors import UsageError
 from phalanx.launch.spec import network
 from phalanx.launch.spec.launch_spec import Placement
-from phalanx.system import cgroups
 
 
 def join_step(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Placement | None:
@@ -47,12 +45,3 @@ def _address(first: str, environ: Mapping[str, str]) -> str:
     if len(hosts) == 1 or first != hosts[0] or not network.leads_to_loopback(first):
         return first
     return network.find_route(hosts[1]).address
-
-
-def thread_setting(task: Placement, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns OMP_NUM_THREADS for a task: its share of the step's CPUs on this node, even if it is not bound to it."""
-    if "OMP_NUM_THREADS" in environ:
-        return {}
-    usable = cgroups.usable_cores()
-    given = env.integer(environ, "SLURM_CPUS_ON_NODE") or usable
-    return {"OMP_NUM_THREADS": str(max(1, min(usable, given // task.local_world_size)))}
