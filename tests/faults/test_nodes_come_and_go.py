@@ -92,11 +92,11 @@ def test_a_lost_node_is_left_out_and_a_late_one_taken_in(three: VirtualNodes, tm
     (code, _, err), (late_code, _, _), (later_code, _, later_err) = ends([first, late, later])
     assert (code, late_code, later_code) == (0, 0, 0), (err, later_err)
     assert (
-        "node 1 (host node1, 10.77.0.2) is lost: its agent has ended or was killed; starting again, attempt 2 of 4"
-        in err
+        "node 1 (host node1, 10.77.0.2) is lost: its agent has ended or was killed; starting again, attempt 2 of 5 "
+        "(lost nodes count for --max-preemptions, no limit)" in err
     )
     assert "1 rank on 1 node" in err
-    assert re.search(r"rank 0 failed: ValueError: on purpose.*; starting again, attempt 3 of 4", err)
+    assert re.search(r"rank 0 failed: ValueError: on purpose.*; starting again, attempt 3 of 5", err)
     assert "the run has ended with exit code 0 before this node could take part" in later_err
     second.communicate()
 

@@ -133,8 +133,7 @@ class Agent:
                 return self._end(verdict.cause.status if verdict else 1, endings, verdict, attempt, reason)
             attempt += 1
             self._record.keep_restart(attempt, reason, verdict)
-            again = f"starting again, attempt {attempt + 1} of {attempt + 1 + left}"
-            self._say([f"{reason}; {again}", *self._helper_loss[1:]])
+            self._say([self._judge.restart_text(reason, attempt, left), *self._helper_loss[1:]])
             if self._helper_loss:
                 self._zygote.restart()
 

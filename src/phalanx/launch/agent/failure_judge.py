@@ -103,13 +103,22 @@ class FailureJudge:
             return -1
         return self._spec.max_restarts - self._failures
 
+    def restart_text(self, reason: str, attempt: int, left: int) -> str:
+        """Says that attempt number ``attempt`` begins; once, that the loss of a node is counted apart."""
+        text = f"{reason}; starting again, attempt {attempt + 1} of {attempt + 1 + left}"
+        if not self._peers.lost or self._preemptions > 1:
+            return text
+        limit = self._spec.max_preemptions
+        return f"{text} (lost nodes count for --max-preemptions, {'no limit' if limit is None else limit})"
+
     def crash_loop(self, verdict: Verdict | None, endings: Sequence[Ending], is_helper_lost: bool) -> str | None:
         """Why another attempt would fail in the same way, in a sentence; None when it may not."""
         if verdict is not None:
             found = self._crash_loop.add(identity(verdict.cause), verdict.cause.time, endings)
         else:
             updates = max((ending.updates for ending in endings), default=0)
-            found = is_helper_lost and self._crash_loop.add(("helper", updates), time.time(), endings)
+            lost = "a helper" if is_helper_lost else "a node" if self._peers.lost else None
+            found = lost is not None and self._crash_loop.add((lost, updates), time.time(), endings)
         return str(self._crash_loop) if found else None
 
     def failure_block(self, verdict: Verdict, world_size: int, attempts: int, elsewhere: str | None) -> list[str]:
