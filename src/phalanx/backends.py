@@ -60,7 +60,7 @@ def choose(asked: str | None, world_size: int | None = None, timeout: float = _T
     if size is not None and size == here:
         return _choose_here(asked, size) if wants_shm else asked
     # Nothing known of the nodes, a world of the script's own making, or a launcher that is not ours.
-    if size is None or here is None or world_size not in (None, size) or not vote.has_store():
+    if size is None or here is None or world_size not in (None, size) or not os.environ.get("PHALANX_STORE"):
         return asked
     return _choose_together(asked, wants_shm, timeout)
 

@@ -32,11 +32,7 @@ def detect(environ: Mapping[str, str]) -> Situation | None:
             # mpirun gives no number of the machine; by default it fills one after the other.
             node=rank // local_size,
             nodes=-(-world_size // local_size),
-            master=master_from(environ) or (_local_master() if local_size == world_size else None),
+            # On one machine all ranks are children of one daemon, whose pid gives them the same port.
+            master=master_from(environ) or ((LOOPBACK, port_for(os.getppid())) if local_size == world_size else None),
         )
     return None
-
-
-def _local_master() -> tuple[str, int]:
-    """Returns an address on one machine: all ranks are children of one daemon, whose pid gives them the same port."""
-    return LOOPBACK, port_for(os.getppid())

@@ -142,12 +142,6 @@ def _latest(base: Path) -> Path | None:
 # ---- reading it
 
 
-def load(directory: Path) -> Run:
-    """Reads the run. Its owner can write anything there: what cannot be read is a UsageError."""
-    with as_written(directory):
-        return _load(directory)
-
-
 @contextlib.contextmanager
 def as_written(directory: Path) -> Iterator[None]:
     """Makes any error of the block a UsageError: the files are not as this version writes them."""
@@ -162,7 +156,8 @@ def as_written(directory: Path) -> Iterator[None]:
         ) from None
 
 
-def _load(directory: Path) -> Run:
+def load(directory: Path) -> Run:
+    """Reads the run. Its owner can write anything there, so call it within `as_written`."""
     file = read_record(directory / RUN_FILE, RunFile)
     report = read_report(directory)
     log = directory / events.AGENT_EVENTS

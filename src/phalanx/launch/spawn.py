@@ -12,7 +12,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from phalanx import entry_point
@@ -103,7 +103,7 @@ class SpawnContext:
         pickled, fds = functions.pack(fn, args, daemon)
         self._filled = entry_point.open_closed_streams()
         self._own_zygote = zygote is None
-        self._zygote = zygote or _new_zygote()
+        self._zygote = zygote or new_zygote()
         self._selector = selectors.DefaultSelector()
         self._attempt = AttemptRun(self._zygote, self._selector, _GRACE, notices.give)
         self._open = True
@@ -189,11 +189,12 @@ class SpawnContext:
             self.join()
 
 
-def _new_zygote() -> ZygoteClient:
+def new_zygote(late: Sequence[str] = ()) -> ZygoteClient:
+    """``late``: modules that it imports beside torch."""
     from phalanx.launch.process.zygote_client import ZygoteClient
 
     with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
-        return ZygoteClient(os.environ, listener=listener)
+        return ZygoteClient(os.environ, listener=listener, late=late)
 
 
 def _raise(cause: Ending) -> None:

@@ -80,10 +80,6 @@ class Meeting:
     """This process serves the store, so it has to leave last."""
 
 
-def url_of(host: str, port: int) -> str:
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 def open_store(init_method: str, rank: int, world_size: int, up: bool, timeout: float) -> tuple[Store, bool]:
     """Opens the store behind ``tcp://host:port`` or ``file:///path``. Returns whether this process serves it, too."""
     try:
@@ -187,7 +183,8 @@ def join(
                     f"rank {situation.rank} of {situation.world_size} does not know where to meet; "
                     "set MASTER_ADDR and MASTER_PORT, or give init_method='tcp://host:port'."
                 )
-            method = url_of(*situation.master)
+            host, port = situation.master
+            method = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
             up = situation.store_is_up
         where = method.partition("://")[2]
         store, hosted = open_store(method, situation.rank, situation.world_size, up, limit or JOIN_TIMEOUT)

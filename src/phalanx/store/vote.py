@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 _REACH_TIMEOUT = 60.0
 
 
-def has_store() -> bool:
-    """Returns True if `phalanx run` has a store for this process to vote in."""
-    return bool(os.environ.get("PHALANX_STORE"))
-
-
 def objection(topic: str, against: str | None, timeout: float) -> str | None:
     """Returns the first reason that a rank of this run gave against ``topic``, with its name; None if all are for it.
 

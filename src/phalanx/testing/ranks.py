@@ -29,9 +29,8 @@ from typing import Any, TypeVar
 from phalanx.errors import PhalanxError
 from phalanx.fd_channel import anonymous_file
 from phalanx.launch.process.zygote_client import ZygoteClient
-from phalanx.launch.spawn import SpawnContext
+from phalanx.launch.spawn import SpawnContext, new_zygote
 from phalanx.launch.spec.device_count import thread_setting
-from phalanx.system import ports
 from phalanx.torch_compat import COMPILER
 
 T = TypeVar("T")
@@ -79,9 +78,8 @@ def _warm_zygote() -> ZygoteClient:
     if _warm is not None and _warm.has_ended:
         close()
     if _warm is None:
-        with contextlib.closing(ports.listen(ports.LOOPBACK, 0)) as listener:
-            # DDP and the optimizers import torch._dynamo, which takes longer than most tests: once here, for all.
-            _warm = ZygoteClient(os.environ, listener=listener, late=(COMPILER,))
+        # DDP and the optimizers import torch._dynamo, which takes longer than most tests: once here, for all.
+        _warm = new_zygote(late=(COMPILER,))
         atexit.register(close)
     return _warm
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,7 @@ def gather(environ: Mapping[str, str], ranks: int | None = None) -> Facts:
         allowed = cgroups.allowance()
         return Facts(
             platform=sys.platform,
-            kernel=software.kernel(),
+            kernel=f"{platform.system()} {platform.release()} {platform.machine()}",
             container=(container := software.container(environ)),
             init=procfs.command(1) if container else None,
             asked_ranks=ranks,

@@ -156,7 +156,8 @@ def host_name(facts: Facts) -> Judgement:
     found = facts.network
     value = f"{found.host} is {', '.join(found.resolved)}"
     own = {address for each in found.interfaces for address in each.addresses}
-    address = next((each for each in _addresses(found) if not is_loopback(each)), None)
+    usable = (address for each in found.interfaces if each.is_up for address in _routable(each))
+    address = next((each for each in usable if not is_loopback(each)), None)
     advice = f"{_ALONE} connect it to a network"
     if address is not None:
         advice = f"{_ALONE} give {address} to --master-addr or -H, or write `{address} {found.host}` into /etc/hosts"
@@ -237,10 +238,6 @@ def tools(facts: Facts) -> Judgement:
     """Programs that are useful; none is required."""
     there = [name for name, path in facts.tools.items() if path]
     return info(having(there, [name for name in facts.tools if name not in there]))
-
-
-def _addresses(network: Network) -> list[str]:
-    return [address for each in network.interfaces if each.is_up for address in _routable(each)]
 
 
 def _routable(interface: Interface) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import shutil
 import sys
@@ -34,10 +33,6 @@ class Python:
     """The interpreter that it starts, if that is known."""
     command_is_ours: bool | None
     """That interpreter is ``executable``; None when it is not known."""
-
-
-def kernel() -> str:
-    return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
 def container(environ: Mapping[str, str]) -> str | None:

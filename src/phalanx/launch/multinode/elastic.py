@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -83,17 +83,20 @@ class ElasticRendezvous:
 
     def next_round(self) -> tuple[str, int, int]:
         """Waits for enough nodes. Returns the round's name, the number of this node, and the number of nodes."""
-        with self._counting():
-            try:
-                found = self._handler.next_rendezvous()
-            except RendezvousTimeoutError:
-                raise JoinError(self._missing_text()) from None
-            except (RendezvousClosedError, RendezvousGracefulExitError):
-                raise self._why_closed() from None
-            except RendezvousStateError as error:  # the store holds what no agent of ours has written
-                raise JoinError(str(error)) from None
-            except RendezvousError as error:
-                raise RuntimeError(str(error.__cause__ or error)) from None
+        done = threading.Event()
+        threading.Thread(target=self._count, args=(done,), name="rendezvous-count", daemon=True).start()
+        try:
+            found = self._handler.next_rendezvous()
+        except RendezvousTimeoutError:
+            raise JoinError(self._missing_text()) from None
+        except (RendezvousClosedError, RendezvousGracefulExitError):
+            raise self._why_closed() from None
+        except RendezvousStateError as error:  # the store holds what no agent of ours has written
+            raise JoinError(str(error)) from None
+        except RendezvousError as error:
+            raise RuntimeError(str(error.__cause__ or error)) from None
+        finally:
+            done.set()
         key = f"{self._own.run_id}/name of round"
         given = found.store.compare_set(
             "name of the round", "", messages.seal(key, 0, messages.encode(os.urandom(8).hex())).decode()
@@ -106,16 +109,6 @@ class ElasticRendezvous:
         self._handler.shutdown()
 
     # ---- while nodes wait
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        done = threading.Event()
-        thread = threading.Thread(target=self._count, args=(done,), name="rendezvous-count", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
 
     def _count(self, done: threading.Event) -> None:
         started = time.monotonic()
@@ -142,14 +135,11 @@ class ElasticRendezvous:
 
     def _why_closed(self) -> Exception:
         if self._sees_torchrun():
-            return JoinError(_TORCHRUN.format(self._own.run_id))
+            return JoinError(
+                f"an agent of torchrun takes part in the rendezvous {self._own.run_id!r} of phalanx agents, and they "
+                "cannot work together; start all nodes with `phalanx run`."
+            )
         try:
             return RunOver(self._outcome.get(timeout=_OUTCOME_TIMEOUT))
         except Empty:
             return RuntimeError("the rendezvous was closed without a reason")
-
-
-_TORCHRUN = (
-    "an agent of torchrun takes part in the rendezvous {!r} of phalanx agents, and they cannot work together; "
-    "start all nodes with `phalanx run`."
-)

@@ -93,11 +93,6 @@ class Lines(Message, frozen=True):
 FromHost = Hello | Refused | Ended | Lines
 
 
-def line(order: Order | Go | PassSignal) -> bytes:
-    """Encodes a message to a host."""
-    return messages.encode(order) + b"\n"
-
-
 def marked(message: FromHost, node: str) -> bytes:
     """Encodes a message to the conductor, from the node of this name."""
     number = next(_numbers)

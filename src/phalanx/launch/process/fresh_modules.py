@@ -45,15 +45,11 @@ class FreshModules:
 
     path: list[str]
     modules: frozenset[str]
+    """Those that were loaded before any of ours."""
     environment: dict[str, str]
     roots: frozenset[str] = frozenset()
     """The top-level names of everything imported since, with the standard library's."""
     hidden: dict[str, dict[str, ModuleType]] = field(default_factory=dict)
-
-    @staticmethod
-    def of_this_interpreter(fresh: frozenset[str]) -> FreshModules:
-        """``fresh``: the modules that were loaded before any of ours."""
-        return FreshModules(list(sys.path), fresh, dict(os.environ))
 
     @contextlib.contextmanager
     def visible(self, directory: str | None) -> Iterator[None]:

@@ -38,7 +38,7 @@ _OF_DRIVERS = re.compile(r"/dev/(nvidia-uvm$|nvmap|nvhost|dxg|kfd|dri/render|dav
 
 def main(fd: int, fresh: frozenset[str]) -> None:
     """The zygote's life; in a forked child it continues as the worker's."""
-    fresh_modules = FreshModules.of_this_interpreter(fresh)
+    fresh_modules = FreshModules(list(sys.path), fresh, dict(os.environ))
     # Job managers often signal every process of a job. Zygote and keeper end when their channels do: if they ended
     # first, the workers would be killed in the middle of their last checkpoint.
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in WORKER_SIGNALS}
@@ -82,7 +82,7 @@ class _Zygote:
             self._import()
         process_tree.outlive_parent()
         self._start_keeper(fds)
-        self.channel.send(protocol.Ready(sys.prefix, sys.executable))
+        self.channel.send(protocol.Ready(sys.prefix))
         wake_in, wake_out = os.pipe()
         os.set_blocking(wake_out, False)
         os.set_blocking(wake_in, False)

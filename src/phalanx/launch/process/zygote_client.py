@@ -152,8 +152,12 @@ class ZygoteClient:
             case protocol.Exited():
                 self._workers.discard(event.pid)
                 return event
-            case protocol.Ready():
-                self._check_interpreter(event.prefix)
+            case protocol.Ready(prefix):
+                if prefix != sys.prefix:
+                    raise LaunchError(
+                        f"the workers would run in {prefix}, but this launcher runs in {sys.prefix}; "
+                        "activate one environment and start again."
+                    )
                 self.ready = True
             case protocol.Swept(left):
                 self._swept = True
@@ -173,14 +177,6 @@ class ZygoteClient:
                 if self._setup.with_nodes:
                     raise LaunchError(f"{self.keeper_lost}; all workers are ended.")
         return None
-
-    def _check_interpreter(self, prefix: str) -> None:
-        """Workers must run in the launcher's own interpreter and environment."""
-        if prefix != sys.prefix:
-            raise LaunchError(
-                f"the workers would run in {prefix}, but this launcher runs in {sys.prefix}; "
-                "activate one environment and start again."
-            )
 
     def sweep(self) -> list[protocol.Started | protocol.Exited]:
         """Ends the processes that workers left behind; returns the events of that time. See ``left``."""

@@ -56,7 +56,6 @@ class Ready(Message, frozen=True):
     """The zygote has imported what it should, and takes requests."""
 
     prefix: str
-    executable: str
 
 
 class CannotFork(Message, frozen=True):

@@ -59,6 +59,7 @@ class _Conductor:
         self._transports = [transports.find_transport(host, host_list) for host in host_list.hosts]
         self._console = Console()
         self._lines = AgentLines(self._console)
+        self._print = self._lines.say_one
         self._loop = EventLoop((*spec.signals, *(number.name for number in NOTICES), "SIGCHLD"))
         self._connections: list[HostConnection] = []
         self._signalled: list[int] = []
@@ -164,20 +165,20 @@ class _Conductor:
                     connection.beat()
             for connection in self._connections:
                 connection.flush()
-                if not connection.is_over and connection.poll() is not None:
+                if not connection.is_over and connection.process.poll() is not None:
                     self._finish(connection)
             self._stop_remaining(now)
 
     def _finish(self, connection: HostConnection) -> None:
         """Reads the rest of the output of a transport that has ended, and finds out why it ended."""
         deadline = time.monotonic() + _DRAIN_SECONDS  # a program that the user's ssh has started may hold them open
-        while not connection.has_drained and time.monotonic() < deadline:
+        while not all(stream.ended for stream in connection.streams) and time.monotonic() < deadline:
             for stream in connection.streams:
                 self._loop.add_pipe(stream)
             for key, _ in self._loop.selector.select(0.1):
                 key.data()
         connection.is_over = True
-        code = connection.poll()
+        code = connection.process.poll()
         assert code is not None
         if connection.hello is None:
             connection.refusal = connection.refusal or connection.transport.why_not_started(code, connection.last_lines)
@@ -206,7 +207,7 @@ class _Conductor:
         if self._kill_by is not None and now >= self._kill_by:
             for connection in left:
                 self._fail(f"{connection.name} has not ended in time; its connection is closed")
-                connection.kill()  # which ends its lifeline
+                connection.process.kill()  # which ends its lifeline
 
     # ---- messages of the hosts
 
@@ -255,14 +256,11 @@ class _Conductor:
             is_hurried = sum(number in IN_A_HURRY for number in self._signalled[1:]) > 1
             for connection in self._connections:
                 if is_hurried:
-                    connection.kill()
+                    connection.process.kill()
                 elif not connection.is_over and (connection.hello or number not in NOTICES):
                     connection.send(wire_protocol.PassSignal(number))
 
     # ---- the end
-
-    def _print(self, text: str) -> None:
-        self._lines.say_one(text)
 
     def _close(self) -> None:
         for connection in self._connections:

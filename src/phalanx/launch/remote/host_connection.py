@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable
 
+from phalanx import messages
 from phalanx.errors import LaunchError
 from phalanx.launch.output import wire_protocol
 from phalanx.launch.output.console import Console
@@ -45,7 +46,7 @@ class HostConnection:
             for fd, splitter in zip((console.out, console.err), self._filters, strict=True)
         ]
         try:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 transport.command,
                 stdin=subprocess.PIPE,
                 stdout=self.streams[0].writer,
@@ -58,8 +59,8 @@ class HostConnection:
             raise LaunchError(f"{transport.command[0]} could not be started: {error.strerror}.") from None
         for stream in self.streams:
             stream.close_writer()
-        assert self._process.stdin is not None
-        self._stdin = self._process.stdin
+        assert self.process.stdin is not None
+        self._stdin = self.process.stdin
         os.set_blocking(self._stdin.fileno(), False)
 
     def accept(self, hello: wire_protocol.Hello) -> None:
@@ -69,7 +70,7 @@ class HostConnection:
             message_filter.is_open = True
 
     def send(self, message: wire_protocol.Order | wire_protocol.Go | wire_protocol.PassSignal) -> None:
-        self._outbox += wire_protocol.line(message)
+        self._outbox += messages.encode(message) + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -80,7 +81,7 @@ class HostConnection:
             self._outbox = self._outbox[os.write(self._stdin.fileno(), self._outbox) :]
         except BlockingIOError:
             return
-        except BrokenPipeError:  # it is ending, which `poll` reports
+        except BrokenPipeError:  # it is ending, as `process` shows
             self._outbox = b""
 
     def beat(self) -> None:
@@ -88,14 +89,6 @@ class HostConnection:
         if not self._outbox:
             self._outbox = b"\n"
             self.flush()
-
-    def poll(self) -> int | None:
-        """Returns the transport's exit code; None while it runs."""
-        return self._process.poll()
-
-    @property
-    def has_drained(self) -> bool:
-        return all(stream.ended for stream in self.streams)
 
     @property
     def last_lines(self) -> list[str]:
@@ -107,16 +100,13 @@ class HostConnection:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def close(self, timeout: float) -> None:
         """Ends the transport, which has ``timeout`` seconds to end by itself."""
         self.close_lifeline()
         try:
-            self._process.wait(timeout)
+            self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            helper_processes.has_ended(self._process, helper_processes.KILL_SECONDS)
+            self.process.kill()
+            helper_processes.has_ended(self.process, helper_processes.KILL_SECONDS)
         for stream in self.streams:
             stream.close()

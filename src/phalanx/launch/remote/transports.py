@@ -150,6 +150,4 @@ def _options(ssh: Sequence[str], host: Host) -> list[str]:
 
 
 def _end_text(code: int) -> str:
-    if code < 0:
-        return signal.Signals(-code).name
-    return f"exit code {code}"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -29,11 +29,10 @@ def find_hosts(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Hos
         hosts = parse_hosts(arguments.hosts)
     elif arguments.hostfile is not None:
         hosts = read_hostfile(arguments.hostfile)
-    else:
-        hosts = _allocated(arguments, environ)
-        if not hosts:
-            return None
+    elif hosts := _allocated(arguments, environ):
         return HostList(hosts, "srun", _words(arguments.ssh), _names(arguments.export))
+    else:
+        return None
     _check_flags(arguments, len(hosts))
     return HostList(hosts, "ssh", _words(arguments.ssh), _names(arguments.export))
 
