@@ -21,6 +21,7 @@ from phalanx.events import ThreadDeath
 from phalanx.launch.process import worker
 from phalanx.source_lines import is_users, program_of
 from phalanx.status import rank_record
+from phalanx.status.layout import those
 from phalanx.status.rank_record import Child, RankRecord, Vitals
 from phalanx.status.reading import CodeLine, Collective, Group, Status
 from phalanx.status.stack_parser import Thread, enclosing_loops, from_faulthandler, from_py_spy
@@ -28,7 +29,7 @@ from phalanx.system import procfs, tcp_bytes
 from phalanx.watchdog.stall.classify import find_hang
 from phalanx.watchdog.stall.dump_file import dump_lines, stack_lines
 from phalanx.watchdog.stall.proc_sampler import ProcSampler
-from phalanx.watchdog.stall.stall_text import go_on, headline, those, verdict_lines
+from phalanx.watchdog.stall.stall_text import go_on, headline, verdict_lines
 from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
 STEP = CodeLine("train.py", 48, "step", "loss.backward()")

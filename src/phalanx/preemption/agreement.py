@@ -178,10 +178,10 @@ class Agreement:
         self._until = time.monotonic() + limit + (0.0 if exchange.is_judge else _FOR_THE_DECISION)
         self._epoch = self._first_epoch = votes.last_epoch()
         self._margin = _FIRST_MARGIN
-        self._is_proposed = False
+        self._voted = self._epoch
+        """The last proposal that another node than the deciding one has sent its votes for."""
         self._clocks: dict[int, Clocks] = {}
         self._others_votes: dict[int, bool] = {}
-        self._has_voted = False
         exchange.receivers["stop"] = self.receive
         self._publish(Request(signal, reason))  # to the deciding node; that one sends it to all
 
@@ -203,15 +203,14 @@ class Agreement:
         if time.monotonic() > self._until:
             self._release(f"the ranks have not agreed on a step within {self._limit:g} s", tells=True)
         elif not self._exchange.is_judge:
-            if self._is_proposed and not self._has_voted and (own := self.votes.votes(self._epoch)) is not None:
-                self._has_voted = True
+            if self._voted != self._epoch and (own := self.votes.votes(self._epoch)) is not None:
+                self._voted = self._epoch
                 self._publish(Votes(self._epoch, own, self.votes.clocks(self.signal)))
-        elif not self._is_proposed:
+        elif self._epoch == self._first_epoch:
             if all(node in self._clocks for node in self._exchange.others):
                 self._propose()
         else:
-            own = self.votes.votes(self._epoch)
-            votes = [own, *(self._others_votes.get(node) for node in self._exchange.others)]
+            votes = [self.votes.votes(self._epoch), *(self._others_votes.get(node) for node in self._exchange.others)]
             if all(votes):
                 self._publish(Commit(self._epoch))
                 self._commit()
@@ -235,8 +234,7 @@ class Agreement:
         self._take(proposal)
 
     def _take(self, proposal: Proposal) -> None:
-        self._epoch, self._is_proposed, self._has_voted = proposal.epoch, True, False
-        self.signal, self.reason = proposal.signal, proposal.reason
+        self._epoch, self.signal, self.reason = proposal.epoch, proposal.signal, proposal.reason
         self.votes.propose(proposal)
 
     def _commit(self) -> None:
@@ -274,9 +272,3 @@ class Agreement:
                 self._release(message.why, tells=is_judge)
             case _:
                 pass  # too late
-
-
-def requested(node: int, body: bytes) -> Request | None:
-    """Returns the request of another node, if the message is one."""
-    message = messages.decode(body, Message, f"node {node}")
-    return message if isinstance(message, Request) else None

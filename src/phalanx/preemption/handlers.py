@@ -20,6 +20,8 @@ Handler = Callable[[int, FrameType | None], Any]
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+SCHEDULER_SIGNALS = (*STOPS, signal.SIGHUP, *NOTICES)
+"""Those that a scheduler may send to every process of a job."""
 _plain_signal, _plain_getsignal = signal.signal, signal.getsignal
 
 
@@ -34,7 +36,8 @@ class SignalHandlers:
     def __init__(self, withhold: Callable[[int], bool], changed: Callable[[], None]) -> None:
         self._withhold, self._changed = withhold, changed
         self._pid = os.getpid()
-        self._handlers: dict[int, Handler] = {}
+        self.handled: dict[int, Handler] = {}
+        """The handlers of the script's own, by their signals."""
         self._delivered: set[int] = set()
         self._catches_stops = False
 
@@ -47,21 +50,21 @@ class SignalHandlers:
             if os.getpid() != self._pid or number not in (*STOPS, *NOTICES):
                 return _plain_signal(number, handler)
             before = get_handler(number)
-            if callable(handler) and handler is not _default(number):
-                _plain_signal(number, self._on_signal)
-                self._handlers[number] = handler
+            is_default = handler == _default(number)
+            is_own = callable(handler) and not is_default
+            is_reported = is_default and (number in NOTICES or self._catches_stops)
+            _plain_signal(number, self._on_signal if is_own or is_reported else handler)
+            if is_own:
+                self.handled[number] = handler
             else:
-                _plain_signal(
-                    number, self._on_signal if handler == _default(number) and self._is_ours(number) else handler
-                )
-                self._handlers.pop(number, None)
+                self.handled.pop(number, None)
             self._changed()
             return before
 
         @functools.wraps(_plain_getsignal)
         def get_handler(signalnum: int) -> Any:
             handler = _plain_getsignal(signalnum)
-            return self._handlers.get(signalnum, _default(signalnum)) if handler == self._on_signal else handler
+            return self.handled.get(signalnum, _default(signalnum)) if handler == self._on_signal else handler
 
         for number in NOTICES:
             if _plain_getsignal(number) == signal.SIG_DFL:
@@ -72,7 +75,7 @@ class SignalHandlers:
     def _forget_ours(self) -> None:
         """In a process that the rank has forked: what the script does not handle does what it always does."""
         for number in (*STOPS, *NOTICES):
-            if _plain_getsignal(number) == self._on_signal and number not in self._handlers:
+            if _plain_getsignal(number) == self._on_signal and number not in self.handled:
                 _plain_signal(number, _default(number))
 
     def catch_stops(self) -> None:
@@ -82,22 +85,12 @@ class SignalHandlers:
             if _plain_getsignal(number) == _default(number):
                 _plain_signal(number, self._on_signal)
 
-    def handled(self) -> list[int]:
-        return list(self._handlers)
-
-    def has(self, number: int) -> bool:
-        return number in self._handlers
-
     def deliver(self, number: int) -> None:
         """Calls the script's handler, if there is one; for SIGTERM once in a process."""
-        handler = self._handlers.get(number)
+        handler = self.handled.get(number)
         if handler is not None and not (number == signal.SIGTERM and number in self._delivered):
             self._delivered.add(number)
             _without_delay(handler)(number, sys._getframe(2))
-
-    def _is_ours(self, number: int) -> bool:
-        """Whether a signal that the script does not handle is reported to the agent."""
-        return number in NOTICES or self._catches_stops
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Calls the script's handler, now or later."""
@@ -107,7 +100,7 @@ class SignalHandlers:
             if self._withhold(number):
                 return
             self._delivered.add(number)
-        handler = self._handlers.get(number)
+        handler = self.handled.get(number)
         if handler is not None:
             _without_delay(handler)(number, frame)
 

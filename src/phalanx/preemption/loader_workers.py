@@ -14,10 +14,10 @@ from multiprocessing import forkserver, get_start_method, resource_tracker, util
 from typing import Any
 
 from phalanx.native import library
+from phalanx.preemption.handlers import SCHEDULER_SIGNALS
 from phalanx.status import notices
-from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP, after_worker_signals
+from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP
 
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _FORKSERVER_GUARD = "phalanx.preemption.forkserver_guard"
 _torch_worker_loop = WORKER_LOOP.get()
 
@@ -60,7 +60,7 @@ def _with_signals_blocked(plain: Callable[..., None]) -> Callable[..., None]:
         method = context.get_start_method() if context is not None else get_start_method()
         if method != "fork":
             resource_tracker.ensure_running()  # its start unblocks SIGTERM
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # inherited until a worker is ready
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULER_SIGNALS)  # inherited until a worker is ready
         try:
             if method == "forkserver":
                 _start_forkserver()
@@ -81,10 +81,14 @@ def _start_forkserver() -> None:
 
 def worker_loop(*args: object) -> None:
     """Runs torch's loop in a worker of any start method, with the guard installed after torch's own handlers."""
-    after_worker_signals(_guard_worker)
+    SET_WORKER_SIGNALS.wrap(_with_guard)
     _torch_worker_loop(*args)
 
 
-def _guard_worker() -> None:
-    library.library().phx_obey_own_session(True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+def _with_guard(set_torchs: Callable[[], None]) -> Callable[[], None]:
+    def set_both() -> None:
+        set_torchs()
+        library.library().phx_obey_own_session(True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULER_SIGNALS)
+
+    return set_both

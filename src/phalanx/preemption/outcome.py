@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from phalanx.events import Ending, StopRecord
+from phalanx.status.layout import those
 
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _INCOMPLETE = "what was being saved may be incomplete"
@@ -34,22 +35,13 @@ def lines(stop: StopRecord, seconds: float, endings: Sequence[Ending]) -> list[s
     """The lines for the console: what could not be saved, or that all ranks have ended by themselves."""
     found = []
     if stop.killed:
-        found.append(
-            f"{_those(stop.killed)} had not ended {seconds:.0f} s after {stop.by} and {_verb(stop.killed)} killed; "
-            + _INCOMPLETE
-        )
+        were = "were" if len(stop.killed) > 1 else "was"
+        late = f"{those(stop.killed)} had not ended {seconds:.0f} s after {stop.by} and {were} killed"
+        found.append(f"{late}; {_INCOMPLETE}")
     if stop.failed:
-        found.append(f"{_those(stop.failed)} failed after {stop.by}; {_INCOMPLETE}")
+        found.append(f"{those(stop.failed)} failed after {stop.by}; {_INCOMPLETE}")
     if found or not endings or any(ending.signal for ending in endings):
         return found
     at = f" after {stop.step} steps" if stop.step is not None else ""
     last = f"; the last checkpoint is of step {max(stop.saved.values())}" if stop.saved else ""
     return [f"stopped by {stop.by}{at}; all ranks have ended by themselves{last}"]
-
-
-def _those(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _verb(ranks: Sequence[int]) -> str:
-    return "were" if len(ranks) > 1 else "was"

@@ -115,7 +115,7 @@ class StopPoints:
                 time.sleep(_LOOK_EVERY)
 
     def _stop(self, number: int) -> None:
-        if number not in NOTICES or not self.handlers.has(number):  # else it is the script's own affair
+        if number not in NOTICES or number not in self.handlers.handled:  # else it is the script's own affair
             self.reason = self.reason or self._describe(number)
         self.handlers.deliver(number)
 
@@ -132,12 +132,12 @@ class StopPoints:
         return False
 
     def _write_handled(self) -> None:
-        bits = sum(1 << number for number in self.handlers.handled())
+        bits = sum(1 << number for number in self.handlers.handled)
         self._words[words.HANDLES] = bits | self._asks << words.ASKS | self._trains << words.TRAINS
 
     def _describe(self, number: int) -> str:
         at = words.REASON * layout.WORD
-        given = words.decode_reason(self._memory[at : at + words.REASON_BYTES])
+        given = self._memory[at : at + words.REASON_BYTES].rstrip(b"\0").decode(errors="ignore")
         return given or (signal.Signals(number).name if number else "a request")
 
 

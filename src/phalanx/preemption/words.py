@@ -61,16 +61,8 @@ class RankWords:
 
     def write_reason(self, reason: str) -> None:
         at = REASON * layout.WORD
-        self._memory[at : at + REASON_BYTES] = encode_reason(reason)
+        self._memory[at : at + REASON_BYTES] = reason.encode(errors="replace")[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
 
     def close(self) -> None:
         self._words.release()
         self._memory.close()
-
-
-def encode_reason(reason: str) -> bytes:
-    return reason.encode(errors="replace")[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
-
-
-def decode_reason(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="ignore")

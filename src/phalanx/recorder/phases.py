@@ -16,12 +16,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from phalanx.preemption import stop_point, world_clock
+from phalanx.preemption import stop_point
 from phalanx.recorder import device_clock
 from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
 from phalanx.torch_compat import dataloader
+from phalanx.torch_compat.c10d import collectives_of
 from phalanx.torch_compat.nn import BACKWARD, NEW_OPTIMIZER, SAVE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -35,7 +36,6 @@ def install() -> None:
     BACKWARD.wrap(around(_backward))
     SAVE.wrap(around(_save))
     NEW_OPTIMIZER.wrap(around(_will_step))
-    world_clock.install()
     register_optimizer_step_pre_hook(never_raises(_before_step))
     register_optimizer_step_post_hook(never_raises(_after_step))
     register_optimizer_step_post_hook(_reach_stop_point)  # the script's signal handlers may raise
@@ -104,7 +104,7 @@ def _will_step(*_: object, **__: object) -> None:
 def _reach_stop_point(*_: object) -> None:
     points = None if is_dynamo_compiling() else stop_point.current()
     if points is not None:
-        points.passed(world_clock.world_collectives())
+        points.passed(collectives_of(torch.distributed.group.WORLD))
 
 
 def compiling(*_: object) -> None:

@@ -105,6 +105,18 @@ def runs_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
+def those(ranks: Sequence[int]) -> str:
+    """Returns ``rank 1``, ``ranks 0, 2-7``; of very many only some."""
+    parts = []
+    for first, last in runs_of(ranks):
+        parts += (
+            [str(first)] if first == last else [str(first), str(last)] if last == first + 1 else [f"{first}-{last}"]
+        )
+    if len(parts) > 8:
+        return f"{len(ranks)} ranks ({', '.join(parts[:7])}, …)"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
+
+
 def kind_of(group: int, op: int, dtype: int) -> int:
     """Returns the second word of a collective. The lowest byte is 1 when it has failed."""
     return group << 24 | op << 16 | dtype << 8

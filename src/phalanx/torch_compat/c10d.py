@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -149,6 +150,7 @@ ELASTIC_STATE = Name(
     f"{_DYNAMIC}:_RendezvousState", "The state of the rendezvous, which phalanx keeps in the store.", _NOT_ELASTIC
 )
 ELASTIC_NODE = Name(f"{_DYNAMIC}:_NodeDesc", "A node in that state.", _NOT_ELASTIC)
+_sequence_number = functools.cache(SEQUENCE_NUMBER.get)
 
 
 def _backends(group: dist.ProcessGroup | None) -> list[Any]:
@@ -187,6 +189,18 @@ def default_store() -> dist.Store | None:
 
     world = WORLD.get()
     return None if world is None else world.pg_map[dist.group.WORLD][1]
+
+
+def collectives_of(group: dist.ProcessGroup | None) -> int:
+    """Returns how many collectives a group has called; 0 where nobody counts them."""
+    own = getattr(group, "collectives_called", None)
+    if own is not None:
+        return own
+    count = _sequence_number()
+    try:
+        return 0 if group is None or count is None else count(group)
+    except RuntimeError:  # a backend of somebody else's does not count
+        return 0
 
 
 def bound_device() -> torch.device | None:

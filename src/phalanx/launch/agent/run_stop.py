@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx import env
+from phalanx import env, messages
 from phalanx.events import Ending, StopRecord
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.spec.launch_spec import LaunchSpec
@@ -221,14 +221,13 @@ class RunStop:
 
     def _receive(self, node: int, body: bytes) -> None:
         """The first message of another node about a stop."""
-        from phalanx.preemption.agreement import requested
+        from phalanx.preemption.agreement import Message, Request
 
-        request = requested(node, body)
-        if request is None:
-            return
-        self._begin(request.signal, request.reason)
-        if self._agreement is not None:
-            self._agreement.receive(node, body)
+        message = messages.decode(body, Message, f"node {node}")
+        if isinstance(message, Request):
+            self._begin(message.signal, message.reason)
+            if self._agreement is not None:
+                self._agreement.receive(node, body)
 
     def _have_stopped(self) -> None:
         """The ranks have stopped at the agreed step: what they do now is up to the script."""

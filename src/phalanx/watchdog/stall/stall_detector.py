@@ -15,13 +15,14 @@ from pathlib import Path
 from phalanx import run_files
 from phalanx.events import HangRecord
 from phalanx.messages import replace
+from phalanx.status.layout import those
 from phalanx.status.rank_record import RankRecord, WatchedRank
 from phalanx.watchdog.stall.across_nodes import StallExchange, StallSnapshot, StallVerdict, aged_records
 from phalanx.watchdog.stall.classify import Hang, find_hang
 from phalanx.watchdog.stall.dump_file import dump_lines
 from phalanx.watchdog.stall.progress import ProgressMonitor
 from phalanx.watchdog.stall.snapshot import SnapshotCollector
-from phalanx.watchdog.stall.stall_text import go_on, headline, those, verdict_lines
+from phalanx.watchdog.stall.stall_text import go_on, headline, verdict_lines
 from phalanx.watchdog.stall.threshold import Observation, observation_of, stall_threshold
 
 _AGAIN = 10

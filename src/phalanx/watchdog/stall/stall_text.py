@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.source_lines import clip
-from phalanx.status.layout import runs_of
+from phalanx.status.layout import those
 from phalanx.status.rank_record import MESSAGES, UNNAMED, Child, RankRecord
 from phalanx.status.reading import CodeLine
 from phalanx.watchdog.stall.classify import Elsewhere, Hang, Waiting
@@ -252,18 +252,6 @@ def _steps(record: RankRecord) -> str:
 
 
 # ---- parts of sentences
-
-
-def those(ranks: Sequence[int]) -> str:
-    """Returns ``rank 1``, ``ranks 0, 2-7``; of very many only some."""
-    parts = []
-    for first, last in runs_of(ranks):
-        parts += (
-            [str(first)] if first == last else [str(first), str(last)] if last == first + 1 else [f"{first}-{last}"]
-        )
-    if len(parts) > 8:
-        return f"{len(ranks)} ranks ({', '.join(parts[:7])}, …)"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
 def _wait(ranks: Sequence[int]) -> str:
