@@ -40,17 +40,12 @@ class Catalog:
 
     def entries(self) -> list[Entry]:
         """Returns all checkpoints, whole or not, newest first. Of two saves of one step the later one comes first."""
-        found = []
-        for name in self.storage.directories():
-            if (match := _CHECKPOINT.fullmatch(name)) is not None:
-                found.append(self._entry(name, int(match[1])))
+        found = [self.entry(name) for name in self.storage.directories() if _CHECKPOINT.fullmatch(name)]
         return sorted(found, key=lambda entry: (entry.step, entry.manifest.time if entry.manifest else 0), reverse=True)
 
     def entry(self, directory: str) -> Entry:
         match = _CHECKPOINT.fullmatch(directory)
-        return self._entry(directory, int(match[1]) if match else 0)
-
-    def _entry(self, directory: str, step: int) -> Entry:
+        step = int(match[1]) if match else 0
         try:
             manifest = read_manifest(self.storage, directory)
             if manifest.step != step:

@@ -35,7 +35,9 @@ def load(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter], state
     """Loads what `by_name` has returned. Tensors that are still in a file go to the devices of their parameters."""
     check(optimizer, state)
     saved = [group["params"] for group in state["param_groups"]]
-    sources = _match(saved, _names(optimizer, parameters))
+    # A parameter was saved under its own name, or else under the one at its position.
+    pairs = zip(_names(optimizer, parameters), saved, strict=True)
+    sources = [own if set(own) == set(theirs) else theirs for own, theirs in pairs]
     numbers = optimizer.state_dict()["param_groups"]
     groups, states = [], {}
     for group, names, own, given in zip(state["param_groups"], sources, numbers, optimizer.param_groups, strict=True):
@@ -68,11 +70,6 @@ def check(optimizer: OptimizerLike, state: StateDict) -> None:
             f"the optimizer has groups of {here} parameters, and in the checkpoint they are of {there}; "
             "make it as it was made then."
         )
-
-
-def _match(saved: list[list[str]], own: list[list[str]]) -> list[list[str]]:
-    """Returns the name under which each parameter was saved: its own, or else the one at its position."""
-    return [mine if set(mine) == set(theirs) else list(theirs) for mine, theirs in zip(own, saved, strict=True)]
 
 
 def _names(optimizer: OptimizerLike, parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

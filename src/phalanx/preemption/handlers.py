@@ -87,10 +87,9 @@ class SignalHandlers:
 
     def deliver(self, number: int) -> None:
         """Calls the script's handler, if there is one; for SIGTERM once in a process."""
-        handler = self.handled.get(number)
-        if handler is not None and not (number == signal.SIGTERM and number in self._delivered):
+        if number in self.handled and not (number == signal.SIGTERM and number in self._delivered):
             self._delivered.add(number)
-            _without_delay(handler)(number, sys._getframe(2))
+            _without_delay(self.handled[number])(number, sys._getframe(2))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Calls the script's handler, now or later."""

@@ -26,7 +26,7 @@ from torch.utils.hooks import unserializable_hook
 
 from phalanx.recorder import device_clock
 from phalanx.recorder.around import never_raises
-from phalanx.status import own_page
+from phalanx.status import layout, own_page
 from phalanx.torch_compat import c10d
 from phalanx.torch_compat.nn import DDP_INIT, ENGINE
 
@@ -68,7 +68,7 @@ def _with_additions(
 @never_raises
 def _queue_block(_: Tensor) -> None:
     page = None if torch.compiler.is_compiling() else own_page.current()
-    if page is not None and page.is_in_backward:
+    if page is not None and page.phase == layout.BACKWARD:
         _engine.queue_callback(page.block)
         if device_clock.clock is not None:
             device_clock.clock.own_work_ends()

@@ -61,7 +61,7 @@ def _connect(page: StatusPage, _: TCPStore, *args: object, **kwargs: object) -> 
     page.connecting(f"{names.get('host_name')}:{names.get('port')}")
     try:
         # Within init_process_group, it is that what the rank waits in.
-        with contextlib.nullcontext() if page.is_joining else own_page.waiting(layout.STORE):
+        with contextlib.nullcontext() if page.phase == layout.JOINING else own_page.waiting(layout.STORE):
             yield
     finally:
         page.connecting("")

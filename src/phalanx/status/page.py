@@ -47,7 +47,7 @@ class StatusPage:
         self.memory[:] = bytes(layout.PAGE_BYTES)  # of an earlier attempt, which a reader may have mapped
         whole = memoryview(self.memory)
         self._words, self._doubles = whole.cast("Q"), whole.cast("d")
-        self._phase = layout.STARTED
+        self.phase = layout.STARTED
         self._since = time()
         self._beats = self._epoch = self._step = self._samples = self.updates = 0
         self._groups: dict[str, int] = {}
@@ -63,7 +63,7 @@ class StatusPage:
         """Is called with the seconds that the loop waited for data."""
         self.places = CodeLines(self.memory)
         self._known = self.places.known
-        self._write_loop()
+        self.tick()
         for word, value in enumerate((layout.VERSION, os.getpid(), rank, world_size), 1):
             self._words[word] = value
         self._doubles[5], self._words[6] = self._since, procfs.start_ticks("self")
@@ -73,12 +73,12 @@ class StatusPage:
 
     def enter(self, phase: int) -> int:
         """Enters a phase, and returns the one before."""
-        before, now = self._phase, time()
+        before, now = self.phase, time()
         self._doubles[layout.SECONDS + before] += now - self._since
         if before == layout.DATA and self.when_fetched is not None:
             self.when_fetched(now - self._since)
-        self._phase, self._since = phase, now
-        self._write_loop()
+        self.phase, self._since = phase, now
+        self.tick()
         return before
 
     def beat(self, phase: int, epoch: int, step: int, samples: int) -> None:
@@ -122,18 +122,6 @@ class StatusPage:
             data = b""
         self.memory[at : at + layout.CONNECTING_BYTES] = data.ljust(layout.CONNECTING_BYTES, b"\0")
 
-    def tick(self) -> None:
-        """Writes that this rank makes progress."""
-        self._write_loop()
-
-    @property
-    def is_joining(self) -> bool:
-        return self._phase == layout.JOINING
-
-    @property
-    def is_in_backward(self) -> bool:
-        return self._phase == layout.BACKWARD
-
     @property
     def is_in_loop(self) -> bool:
         """True in the thread that runs the loop. Another one that saves or fetches is in no phase of the loop."""
@@ -149,12 +137,13 @@ class StatusPage:
     def unblock(self) -> None:
         """Notes that the loop waits no longer, if it did."""
         if self._blocked_since and get_ident() == self.thread:
-            self._doubles[BLOCKED + self._phase] += time() - self._blocked_since
+            self._doubles[BLOCKED + self.phase] += time() - self._blocked_since
             self._blocked_since = self._doubles[BLOCKED_SINCE] = 0.0
 
-    def _write_loop(self) -> None:
+    def tick(self) -> None:
+        """Writes the loop: this rank makes progress."""
         self._beats = beats = self._beats + 1
-        phase, epoch, step, samples = self._phase, self._epoch, self._step, self._samples
+        phase, epoch, step, samples = self.phase, self._epoch, self._step, self._samples
         _pack_loop(self.memory, _LOOP_AT, beats, phase, beats, epoch, step, samples, self.updates, self._since, beats)
 
     # ---- groups
@@ -218,7 +207,7 @@ class StatusPage:
                 self._words[at + 1] |= 1
             self._doubles[at + 8] = time()
         if get_ident() == self.thread and not self._blocked_since:
-            self._doubles[BLOCKED + self._phase] += seconds
+            self._doubles[BLOCKED + self.phase] += seconds
         self._doubles[layout.WAITED] += seconds
 
     def write_flight(

@@ -174,11 +174,8 @@ class RunStop:
                 self._limit = max(self._limit, self._deadline.left)  # that is what the stop began early for
             self._set_signal(number, reason)
             again = "Ctrl-C again" if number == signal.SIGINT else "Ctrl-C"
-            limit = (
-                "in the time that the scheduler gives them"
-                if self._limit == math.inf
-                else f"{self._limit:.0f} s at most"
-            )
+            at_most = f"{self._limit:.0f} s at most"
+            limit = at_most if self._limit < math.inf else "in the time that the scheduler gives them"
             if text or not reason:
                 self._say([f"{text or self._by}: stopping the ranks, {limit} ({again}: at once)"])
             if self.step is not None:  # they stop already

@@ -88,7 +88,9 @@ class Judge:
     def add(self, windows: Mapping[int, Sequence[Window]]) -> list[Straggler]:
         """Returns the new stragglers and those that keep up again. ``windows``: the latest of every living rank."""
         for rank in self._windows.keys() - windows.keys():
-            self._forget(rank)
+            del self._windows[rank]
+            self._rows.pop(rank, None)
+            self._stragglers.discard(rank)
         for rank, latest in windows.items():
             known = self._windows.setdefault(rank, {})
             known.update((window.updates, window) for window in latest)
@@ -102,11 +104,6 @@ class Judge:
                 self._judged = step
                 found += self._judge({rank: known[step] for rank, known in taking_part.items()})
         return found
-
-    def _forget(self, rank: int) -> None:
-        del self._windows[rank]
-        self._rows.pop(rank, None)
-        self._stragglers.discard(rank)
 
     def _judge(self, step: Mapping[int, Window]) -> list[Straggler]:
         found = []
