@@ -140,10 +140,14 @@ def _configure(own: int, addresses: Sequence[str]) -> list[str]:
     return ["link set lo up", "link set eth0 up", f"address add {addresses[own]}/24 dev eth0", *neighbours]
 
 
-def _bucket(bandwidth: str) -> str:
-    """A token bucket that lets two milliseconds through at once, and at least what fits many packets."""
+def bits_per_second(bandwidth: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", bandwidth)
     if found is None or float(found[1]) == 0:
         raise UsageError(f"{bandwidth!r} is not a bandwidth; write it like 100mbit or 2.5gbit.")
-    rate = int(float(found[1]) * _BIT[found[2]])
+    return int(float(found[1]) * _BIT[found[2]])
+
+
+def _bucket(bandwidth: str) -> str:
+    """A token bucket that lets two milliseconds through at once, and at least what fits many packets."""
+    rate = bits_per_second(bandwidth)
     return f"tbf rate {rate}bit burst {max(1 << 15, rate // 8 // 500)} latency 50ms"
