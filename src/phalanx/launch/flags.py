@@ -95,7 +95,7 @@ TABLE: dict[str, tuple[Flag, ...]] = {
             None,
             float,
         ),
-        Flag("--time-limit", "stop the ranks so that they can save before this time is over: 3h50m", "TIME", ""),
+        Flag("--time-limit", "stop the ranks so that they can save before this time is over: 3h50m", "TIME"),
         Flag(
             "--stopped-exit-code", "exit code after a stop by a signal or limit (default 128 + signal)", "N", None, int
         ),

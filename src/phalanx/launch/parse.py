@@ -53,8 +53,8 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
             f"srun has started several tasks on a node, and each is asked for {nproc} processes; leave out "
             "--nproc-per-node, so that each task is a rank, or start one task on each node (--ntasks-per-node=1)."
         )
-    limit = duration(arguments.time_limit)
-    if arguments.time_limit and not limit:
+    limit = None if arguments.time_limit is None else duration(arguments.time_limit)
+    if arguments.time_limit is not None and not limit:
         example = "90s, 45min, 3h50m or 1-12:00:00"
         raise UsageError(f"--time-limit is {arguments.time_limit!r}; give a time like {example}.")
     if arguments.requeue and not environ.get("SLURM_JOB_ID"):
@@ -78,7 +78,7 @@ def _to_spec(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Launc
         preload=tuple(name for name in arguments.preload.split(",") if name),
         backend=arguments.backend or env.backend_choice(environ) or "auto",
         shutdown_timeout=arguments.shutdown_timeout,
-        time_limit=limit or None,
+        time_limit=limit,
         stopped_exit_code=arguments.stopped_exit_code,
         requeue=bool(arguments.requeue),
         max_preemptions=arguments.max_preemptions,

@@ -31,13 +31,16 @@ def _has_failed(ending: Ending) -> bool:
     return bool(ending.exit_code) and ending.exit_code not in [128 + number for number in _STOPS]
 
 
-def lines(stop: StopRecord, seconds: float, endings: Sequence[Ending]) -> list[str]:
-    """The lines for the console: what could not be saved, or that all ranks have ended by themselves."""
+def lines(stop: StopRecord, seconds: float | None, endings: Sequence[Ending]) -> list[str]:
+    """The lines for the console: what could not be saved, or that all ranks have ended by themselves.
+
+    ``seconds``: the time that they had; None if somebody did not want to wait.
+    """
     found = []
     if stop.killed:
+        late = "" if seconds is None else f"had not ended {seconds:.0f} s after {stop.by} and "
         were = "were" if len(stop.killed) > 1 else "was"
-        late = f"{those(stop.killed)} had not ended {seconds:.0f} s after {stop.by} and {were} killed"
-        found.append(f"{late}; {_INCOMPLETE}")
+        found.append(f"{those(stop.killed)} {late}{were} killed; {_INCOMPLETE}")
     if stop.failed:
         found.append(f"{those(stop.failed)} failed after {stop.by}; {_INCOMPLETE}")
     if found or not endings or any(ending.signal for ending in endings):

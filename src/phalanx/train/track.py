@@ -80,6 +80,8 @@ class Track(Generic[_T]):
         return total
 
     def __iter__(self) -> Iterator[_T]:
+        if stop.requested:  # the epochs that are left have no batches
+            return
         worlds.diverge()
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self.epoch)
@@ -90,7 +92,7 @@ class Track(Generic[_T]):
         self.batches_left = None if total is None else total + 1
         _running.append(self)
         try:
-            for batch in reporter.timed(self._loader if not stop.requested else ()):
+            for batch in reporter.timed(self._loader):
                 count = next(sizes, None) if sizes is not None else None
                 count = _length(batch) if count is None else count
                 if hasattr(self._sampler, "received"):

@@ -137,13 +137,13 @@ class RunStop:
         return self.signal is not None or self.reason is not None
 
     def _stop_in_time(self, deadline: Deadline) -> None:
-        """Stops the ranks if the end of the run is near. Those that could not save are left to SLURM."""
+        """Stops the ranks if the end of the run is near. A script that cannot stop early has all of its time."""
         if self._exchange is not None and not self._exchange.is_judge:
             return  # one node looks for all
         votes = self._votes()
         can_stop, longest_save = votes.can_stop(signal.SIGTERM), votes.longest_save()
         votes.close()
-        if (deadline.is_ours or can_stop) and deadline.is_due(longest_save):
+        if deadline.is_due(longest_save) if can_stop else deadline.is_ours and deadline.left <= 0:
             self._begin(signal.SIGTERM, deadline.name, deadline.describe())
 
     def outcome(self, endings: Sequence[Ending]) -> tuple[StopRecord, list[str]]:
@@ -152,8 +152,8 @@ class RunStop:
 
         by = self._by or (f"a request ({self.reason})" if self.signal is None else _name(self.signal))
         record = outcome.record(by, self.step, endings)
-        lines = outcome.lines(record, time.time() - self.signalled_at, endings)
-        return record, [] if self._is_hurried else lines
+        seconds = None if self._is_hurried else time.time() - self.signalled_at
+        return record, outcome.lines(record, seconds, endings)
 
     def requeue(self) -> None:
         """Puts the SLURM job back into its queue, where --requeue asks for it. SLURM then ends what is left of it."""
