@@ -18,6 +18,7 @@ from phalanx.errors import JoinError, UsageError
 from phalanx.launch.agent.attempt_run import AttemptRun
 from phalanx.launch.agent.rank_process import RankProcess
 from phalanx.launch.spec.launch_spec import placements
+from phalanx.native import library
 from phalanx.status import notices
 from phalanx.store import vote
 
@@ -224,4 +225,4 @@ def test_all_notices_of_one_read_are_passed_on() -> None:
 
 
 def test_what_doctor_will_ask() -> None:
-    assert shm.describe()["shm"].startswith("version 4, ")
+    assert shm.describe()["shm"].startswith(f"version {library.VERSION}, ")

@@ -19,8 +19,10 @@ from typing import Any
 Handler = Callable[[int, FrameType | None], Any]
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-SCHEDULER_SIGNALS = (*STOPS, signal.SIGHUP, *NOTICES)
+_OTHERS = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)]
+"""Windows has none of them."""
+NOTICES = tuple(_OTHERS[:2])
+SCHEDULER_SIGNALS = (*STOPS, *_OTHERS)
 """Those that a scheduler may send to every process of a job."""
 _plain_signal, _plain_getsignal = signal.signal, signal.getsignal
 

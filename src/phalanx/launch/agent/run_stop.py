@@ -50,6 +50,8 @@ class RunStop:
         self, spec: LaunchSpec, environ: Mapping[str, str], directory: Path, say: Callable[[Sequence[str]], None]
     ) -> None:
         self._directory, self._say = directory, say
+        self._is_alone = spec.node_name is None and not spec.shares_console
+        """Nobody else prints on this console."""
         self._attempt: AttemptRun
         self._limit = seconds_to_end(spec, environ)
         self._deadline: Deadline | None = None
@@ -222,7 +224,8 @@ class RunStop:
 
         message = messages.decode(body, Message, f"node {node}")
         if isinstance(message, Request):
-            self._begin(message.signal, message.reason)
+            is_named = self._is_alone and message.signal and not message.reason
+            self._begin(message.signal, message.reason, f"{_name(message.signal)} on another node" if is_named else "")
             if self._agreement is not None:
                 self._agreement.receive(node, body)
 
