@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx import messages
 from phalanx.errors import LaunchError
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -213,6 +212,8 @@ class EventLog:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, event: str, **fields: object) -> None:
+        from phalanx import messages  # a rank imports nothing foreign before its script
+
         line = messages.encode({"time": time.time(), "event": event, **fields})
         with contextlib.suppress(OSError):
             os.write(self._fd, line + b"\n")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import stopping
-from tests.conftest import REPOSITORY
-from tests.slurm_cluster import SlurmCluster, await_that, needs_slurm, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
 pytestmark = needs_slurm
 
@@ -76,56 +74,6 @@ def test_srun_phalanx_run(cluster: SlurmCluster, place: Path) -> None:
     assert err.count("rank 1 failed: sys.exit(7)") == 1
     (log,) = re.findall(r"traceback and output: (.*)", err)
     assert "place 1 3" in (place / log).read_text(), "the log of another task on this node"
-
-
-@pytest.fixture
-def example(cluster: SlurmCluster, tmp_path: Path) -> Callable[..., str]:
-    """Submits examples/slurm/train.sbatch with flags of `phalanx run` and digits.py; returns the job."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    program = tmp_path / "bin/phalanx"
-    program.touch(0o755)
-
-    def submit(*flags: str, run: str = "") -> str:
-        # $1 is `run`.
-        program.write_text(f'#!/bin/sh\nshift\nexec {PYTHON} -m phalanx run {run} "$@"\n')
-        command = ("sbatch", "--parsable", "examples/slurm/train.sbatch", *flags)
-        code, out, err = cluster.run(tmp_path, *command, env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
-        assert code == 0, err
-        return out.strip()
-
-    return submit
-
-
-def receipt(cluster: SlurmCluster, job: str, place: Path) -> str:
-    """Waits for a job, and returns the line about its weights."""
-    state = cluster.wait(job)
-    log = (place / f"digits-{job}.log").read_text()
-    assert state == "COMPLETED", log
-    (line,) = re.findall(r"  replicas +equal, checksum \w+", log)
-    return line
-
-
-def test_the_example(cluster: SlurmCluster, example: Callable[..., str], tmp_path: Path) -> None:
-    """Requeued in the middle of its training, it ends with the same weights, bit for bit.
-
-    Two tasks on each node are two ranks on each node, although no flag says so.
-    """
-    epochs = 12
-    jobs = [example("--epochs", str(epochs)) for _ in range(2)]
-    saved = tmp_path / f"checkpoints/digits-{jobs[1]}"
-    await_that(lambda: saved.exists() and len(list(saved.iterdir())) > 1, "it has saved twice", 110)
-    cluster.requeue(jobs[1])
-    assert receipt(cluster, jobs[0], tmp_path) == receipt(cluster, jobs[1], tmp_path)
-    logs = [(tmp_path / f"digits-{job}.log").read_text() for job in jobs]
-    assert "phalanx: SLURM gives 2 nodes (node0, node1); starting on all of them with srun\n" in logs[0]
-    assert "phalanx: 4 ranks on 2 hosts: node0 0-1, node1 2-3\n" in logs[0]
-    ((steps, last),) = re.findall(
-        r"stopped by SIGTERM after (\d+) steps; .* the last checkpoint is of step (\d+)", logs[1]
-    )
-    assert steps == last
-    assert 10 < int(steps) < 30 * epochs, "in the middle"
-    assert logs[1].count(f" {epochs * 1440} of {epochs * 1440} seen ({epochs} epochs of 1440), 0 twice\n") == 1
 
 
 def test_a_stop_that_slurm_asks_for(cluster: SlurmCluster, tmp_path: Path) -> None:

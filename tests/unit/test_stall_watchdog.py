@@ -275,7 +275,7 @@ def test_a_watch_that_fails_is_said_once_and_ends_nothing(tmp_path: Path, monkey
 
     monkeypatch.setattr(StallDetector, "look", fail)
     for _ in range(3):
-        watchdogs.turn(cast(Any, SimpleNamespace(ranks={}, is_stopping=False, any_started=False)))
+        watchdogs.turn(cast(Any, SimpleNamespace(ranks={}, is_stopping=False, is_ending=False, any_started=False)))
     reason = "RuntimeError: can't start new thread"
     assert said == [f"the ranks' progress cannot be watched just now ({reason}); the run continues"]
     assert len(noted) == 1

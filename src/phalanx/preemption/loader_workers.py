@@ -16,7 +16,7 @@ from typing import Any
 from phalanx.native import library
 from phalanx.preemption.handlers import SCHEDULER_SIGNALS
 from phalanx.status import notices
-from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP
+from phalanx.torch_compat.dataloader import SET_WORKER_SIGNALS, START_WORKERS, WORKER_LOOP, after_worker_signals
 
 _FORKSERVER_GUARD = "phalanx.preemption.forkserver_guard"
 _torch_worker_loop = WORKER_LOOP.get()
@@ -81,14 +81,10 @@ def _start_forkserver() -> None:
 
 def worker_loop(*args: object) -> None:
     """Runs torch's loop in a worker of any start method, with the guard installed after torch's own handlers."""
-    SET_WORKER_SIGNALS.wrap(_with_guard)
+    after_worker_signals(_guard_worker)
     _torch_worker_loop(*args)
 
 
-def _with_guard(set_torchs: Callable[[], None]) -> Callable[[], None]:
-    def set_both() -> None:
-        set_torchs()
-        library.library().phx_obey_own_session(True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULER_SIGNALS)
-
-    return set_both
+def _guard_worker() -> None:
+    library.library().phx_obey_own_session(True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULER_SIGNALS)

@@ -22,7 +22,7 @@ from phalanx.recorder.around import around, never_raises
 from phalanx.status import layout, own_page
 from phalanx.status.page import StatusPage
 from phalanx.torch_compat import dataloader
-from phalanx.torch_compat.c10d import collectives_of
+from phalanx.torch_compat.c10d import collectives_of, find_sequence_number
 from phalanx.torch_compat.nn import BACKWARD, NEW_OPTIMIZER, SAVE
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -36,6 +36,7 @@ def install() -> None:
     BACKWARD.wrap(around(_backward))
     SAVE.wrap(around(_save))
     NEW_OPTIMIZER.wrap(around(_will_step))
+    find_sequence_number()
     register_optimizer_step_pre_hook(never_raises(_before_step))
     register_optimizer_step_post_hook(never_raises(_after_step))
     register_optimizer_step_post_hook(_reach_stop_point)  # the script's signal handlers may raise

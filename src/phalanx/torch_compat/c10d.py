@@ -150,7 +150,7 @@ ELASTIC_STATE = Name(
     f"{_DYNAMIC}:_RendezvousState", "The state of the rendezvous, which phalanx keeps in the store.", _NOT_ELASTIC
 )
 ELASTIC_NODE = Name(f"{_DYNAMIC}:_NodeDesc", "A node in that state.", _NOT_ELASTIC)
-_sequence_number = functools.cache(SEQUENCE_NUMBER.get)
+find_sequence_number = functools.cache(SEQUENCE_NUMBER.get)
 
 
 def _backends(group: dist.ProcessGroup | None) -> list[Any]:
@@ -196,7 +196,7 @@ def collectives_of(group: dist.ProcessGroup | None) -> int:
     own = getattr(group, "collectives_called", None)
     if own is not None:
         return own
-    count = _sequence_number()
+    count = find_sequence_number()
     try:
         return 0 if group is None or count is None else count(group)
     except RuntimeError:  # a backend of somebody else's does not count

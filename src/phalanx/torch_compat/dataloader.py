@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.torch_compat.names import Name, Replaced
@@ -41,13 +43,25 @@ START_WORKERS = Replaced(
     "Signals are blocked while the workers start.",
     "A signal to every process of a run kills loaders' workers that are just starting.",
 )
-SET_WORKER_SIGNALS = Replaced(
+SET_WORKER_SIGNALS = Name(
     "torch.utils.data._utils.signal_handling:_set_worker_signal_handlers",
     "The worker's own handlers are installed after torch's.",
     "A signal to every process of a run kills the loaders' workers.",
 )
 WORKER_FILE = WORKER.path.replace(".", "/") + ".py"
 _HANDLER_FILE = SIGNAL_HANDLER.path.replace(".", "/") + ".py"
+
+
+def after_worker_signals(call: Callable[[], None]) -> None:
+    """In a loader's worker: calls it after torch has set its own signal handlers."""
+    plain = SET_WORKER_SIGNALS.get()
+
+    def set_both() -> None:
+        if plain is not None:
+            plain()
+        call()
+
+    setattr(importlib.import_module(SIGNAL_HANDLER.path), SET_WORKER_SIGNALS.attribute, set_both)
 
 
 def workers_of(iterator: object) -> list[Any]:
