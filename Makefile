@@ -82,7 +82,7 @@ suite: $(VENV)/ready-dev
 
 # Other people's code and attackers, at full size; writes docs/contact.md.
 contact: $(CONTACT)/ready slurm
-	CONTACT=full $(CONTACT)/bin/python -m pytest -o timeout=3600 tests/contact
+	CONTACT=full $(CONTACT)/bin/python -m pytest -o timeout=3600 tests/contact tests/faults/test_preemption*.py tests/faults/test_helpers.py
 
 # The smoke tests with another torch, or with another Python: one of pyenv's, or on PATH.
 test-torch:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -26,6 +27,7 @@ from phalanx import torch_compat
 from phalanx.testing import ranks as testing
 
 REPOSITORY = Path(__file__).parents[1]
+_Case = TypeVar("_Case")
 _MARK = f"PHALANX_TEST={uuid.uuid4().hex}"
 
 
@@ -142,6 +144,12 @@ def read_terminal(primary: int) -> bytes:
 
 
 Runner = Callable[..., Outcome]
+
+
+def first(few: int, cases: list[_Case]) -> list[_Case]:
+    """The first few of the cases; `make contact` (CONTACT=full) runs all of them."""
+    return cases if os.environ.get("CONTACT") == "full" else cases[:few]
+
 
 WITHOUT_TORCH = ("--start-method", "exec")
 """For a run whose script needs no torch: no process imports it, and the run takes a quarter of the time."""

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests import stopping
+from tests.conftest import first
 from tests.faults import test_one_command
 from tests.faults.test_one_command import Site, await_nothing, end, processes
 
@@ -72,6 +73,6 @@ def stop_over_ssh(site: Site, place: Path, order: list[tuple[float, str]]) -> No
     await_nothing(site)
 
 
-@pytest.mark.parametrize("name", ["both agents", "every process but ssh"])
+@pytest.mark.parametrize("name", first(1, ["both agents", "every process but ssh"]))
 def test_all_hosts_stop_at_the_same_step(name: str, site: Site, tmp_path: Path) -> None:
     stop_over_ssh(site, tmp_path, ORDERS[name])

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from phalanx.testing import VirtualNodes, virtual_nodes
+from tests.conftest import first
 from tests.faults.test_many_nodes import agent, at, await_line, ends
 from tests.faults.test_preemption import TRAINS
 
@@ -31,12 +32,15 @@ def processes_of(agent: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("whom", "how", "name", "code", "why"),
-    [
-        ("every process", "flag", "SIGTERM", 143, "15"),
-        ("the agent of node 1", "px.stop", "SIGTERM", 143, "SIGTERM"),
-        ("the agent of node 0", "flag", "SIGUSR1", 0, "10"),
-        ("rank 3", "saves", "SIGTERM", 143, "15"),
-    ],
+    first(
+        2,
+        [
+            ("every process", "flag", "SIGTERM", 143, "15"),
+            ("the agent of node 1", "px.stop", "SIGTERM", 143, "SIGTERM"),
+            ("the agent of node 0", "flag", "SIGUSR1", 0, "10"),
+            ("rank 3", "saves", "SIGTERM", 143, "15"),
+        ],
+    ),
 )
 def test_all_nodes_stop_at_the_same_step(
     whom: str, how: str, name: str, code: int, why: str, pair: VirtualNodes, tmp_path: Path
