@@ -154,7 +154,7 @@ def test_checkpoints_can_be_listed_without_torch() -> None:
         assert not imports_torch(SOURCE / "checkpoint" / f"{name}.py"), name
 
 
-MOST_LINES = 34_350
+MOST_LINES = 34_360
 """Of Python in the package, 2,000 of them for GPUs and 1,600 for preemption: never more without a reason."""
 MOST_LINES_OF_A_MODULE = 300
 MOST_ANY = 150

@@ -33,6 +33,8 @@ _SHORTEST_AGREEMENT, _LONGEST_AGREEMENT, _STEPS = 10.0, 60.0, 3
 Kubernetes and SLURM kill after 30 seconds, if nobody has set another time."""
 _LOOK_EVERY = 1.0
 """Seconds between two looks at a known end of the run."""
+_TO_HEAR = 5.0
+"""Seconds until all agents have got a signal that one of them, or a rank, has got."""
 _SAME_CAUSE = 1.0
 """Seconds after a stop in which the same signal is taken for a part of the same cause."""
 
@@ -66,6 +68,8 @@ class RunStop:
         self.signal: int | None = None
         """The first signal that ends the run."""
         self.signalled_at = 0.0
+        self._has_heard = False
+        """This process has got a signal itself that ends the run."""
         self._is_hurried = False
         """Somebody did not want to wait for the ranks, and knows what that means."""
         self._by = ""
@@ -94,9 +98,13 @@ class RunStop:
         """A signal of this process."""
         if number in NOTICES:
             self._request(number, "")
-        elif not self._is_told:
+            return
+        # Ctrl-C may have reached another node, or a rank, first: that is one and the same.
+        is_again = self._has_heard or time.time() > self.signalled_at + _TO_HEAR
+        self._has_heard = True
+        if not self._is_told:
             self._begin(number, "")
-        elif number in IN_A_HURRY:
+        elif number in IN_A_HURRY and is_again:
             self._end_agreement()
             self._is_hurried = True
             self._attempt.stop(number, at_once=True)
